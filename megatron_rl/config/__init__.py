@@ -1,0 +1,6 @@
+"""Loading, checking and printing of run configs."""
+
+from megatron_rl.config.errors import ConfigError, DataError
+from megatron_rl.config.model import ConfigModel
+
+__all__ = ["ConfigError", "ConfigModel", "DataError"]
