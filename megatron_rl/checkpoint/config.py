@@ -1,0 +1,14 @@
+"""When training state is saved. Importable without Megatron."""
+
+from pydantic import Field
+
+from megatron_rl.config import ConfigModel
+
+
+class CheckpointConfig(ConfigModel):
+    """Training state under RUN/checkpoints."""
+
+    every_steps: int = Field(ge=1, default=20)
+    """Steps between two saves; the last step is always saved."""
+    keep_last: int = Field(ge=1, default=2)
+    """Newest checkpoints kept; older ones are removed after a save has succeeded."""

@@ -1,0 +1,176 @@
+"""Single-machine runs: which processes, in which order, and what a person sees meanwhile."""
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.checkpoint.resume import latest_checkpoint
+from megatron_rl.cli.preflight import changed_keys, check_rl, check_sft
+from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
+from megatron_rl.cli.supervisor import Part, PartHandle, RunLock, Supervisor
+from megatron_rl.config import ConfigModel
+from megatron_rl.config.load import dump_config
+from megatron_rl.engine.server import engine_command, require_free_port, wait_until_ready
+from megatron_rl.telemetry.progress import follow
+from megatron_rl.telemetry.report import build_report
+from megatron_rl.telemetry.sinks import write_status
+
+CONFIG_FILE = "config.yaml"
+
+
+def run_sft(run: SftRun) -> Path:
+    """Trains to the last step (resuming if the folder has a checkpoint); returns the run folder."""
+    check_sft(run)
+    with _run_folder(run, run.run) as folder:
+        trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_sft")
+        _supervise([trainer], folder, total_steps=run.trainer.steps, label="SFT")
+        build_report(folder, folder / "report.html")
+    return folder
+
+
+def run_rl(run: RlRun) -> Path:
+    """Starts engines, orchestrator and trainer, and trains to the last step; returns the run folder."""
+    check_rl(run)
+    run = with_addresses(run)
+    with _run_folder(run, run.run) as folder:
+        config = str(folder / CONFIG_FILE)
+        orchestrator = Part(
+            name="orchestrator",
+            argv=[sys.executable, "-m", "megatron_rl.cli.orchestrate", config],
+            env={},
+            log_path=folder / "logs" / "orchestrator.log",
+            finishes=True,
+            wave=0,
+        )
+        trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_rl", wave=0)
+        parts = [*engine_parts(run, folder), orchestrator, trainer]
+        _supervise(parts, folder, total_steps=run.trainer.steps, label="RL")
+        build_report(folder, folder / "report.html")
+    return folder
+
+
+def run_evaluation(run: RlRun, out: Path) -> Path:
+    """Starts engines on run.model and writes out/eval.json; returns its path."""
+    check_rl(run)
+    run = with_addresses(run)
+    folder = out
+    folder.mkdir(parents=True, exist_ok=True)
+    config, result = folder / CONFIG_FILE, folder / "eval.json"
+    config.write_text(dump_config(run), encoding="utf-8")
+    evaluator = Part(
+        name="evaluation",
+        argv=[sys.executable, "-m", "megatron_rl.cli.evaluate", str(config), str(result)],
+        env={},
+        log_path=folder / "logs" / "evaluation.log",
+        finishes=True,
+        wave=1,
+    )
+    Supervisor([*engine_parts(run, folder), evaluator], on_status=lambda text: write_status(folder, text)).run()
+    return result
+
+
+def with_addresses(run: RlRun) -> RlRun:
+    """The run with every address that was left open filled in by a free loopback port."""
+    orchestrator, engine = run.orchestrator, run.engine
+    if not orchestrator.address:
+        orchestrator = orchestrator.model_copy(update={"address": f"tcp://127.0.0.1:{_free_port()}"})
+    if not engine.urls:
+        ports = [engine.port + index if engine.port else _free_port() for index in range(engine.count)]
+        for port in ports:
+            require_free_port(engine.host, port)
+        engine = engine.model_copy(update={"urls": [f"http://{engine.host}:{port}" for port in ports]})
+    return run.model_copy(update={"orchestrator": orchestrator, "engine": engine})
+
+
+def engine_parts(run: RlRun, folder: Path) -> list[Part]:
+    """One supervised vLLM server per URL of the run."""
+    parts = []
+    for index, url in enumerate(run.engine.urls):
+        log_path = folder / "logs" / f"engine-{index}.log"
+        argv, env = engine_command(
+            run.engine,
+            run.model.path,
+            platform=run.run.platform,
+            port=int(url.rsplit(":", 1)[1]),
+            seed=run.run.seed + index,
+        )
+
+        def ready(handle: PartHandle, url: str = url, log_path: Path = log_path) -> None:
+            wait_until_ready(url, handle, log_path, run.engine.start_timeout_s)
+
+        parts.append(Part(name=f"engine-{index}", argv=argv, env=env, log_path=log_path, ready=ready, wave=0))
+    return parts
+
+
+def _trainer_part(run: RunConfig, folder: Path, module: str, wave: int = 0) -> Part:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(run.processes),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(_free_port()),
+    ]
+    return Part(
+        name="trainer",
+        argv=[*torchrun, "-m", module, str(folder / CONFIG_FILE)],
+        env={"OMP_NUM_THREADS": str(run.threads), "OMP_WAIT_POLICY": "passive"},
+        log_path=folder / "logs" / "trainer.log",
+        finishes=True,
+        wave=wave,
+    )
+
+
+@contextmanager
+def _run_folder(run: ConfigModel, where: RunConfig) -> Iterator[Path]:
+    """Locks the run folder, says what changed since the last start, writes the resolved config."""
+    folder = where.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunLock(folder):
+        path = folder / CONFIG_FILE
+        if path.exists():
+            _say_what_resumes(path, run, folder)
+        path.write_text(dump_config(run), encoding="utf-8")
+        yield folder
+
+
+def _say_what_resumes(path: Path, run: ConfigModel, folder: Path) -> None:
+    latest = latest_checkpoint(folder / "checkpoints")
+    print(f"resuming {folder} from {latest.name if latest else 'its start: it has no checkpoint yet'}", flush=True)
+    old = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    changed = [key for key in changed_keys(old, yaml.safe_load(dump_config(run))) if key not in _PER_START]
+    if changed:
+        print(f"changed since the last start: {', '.join(changed)}", flush=True)
+
+
+_PER_START = frozenset({"orchestrator.address", "engine.urls"})
+
+
+def _supervise(parts: list[Part], folder: Path, *, total_steps: int, label: str) -> None:
+    stop = threading.Event()
+    progress = threading.Thread(
+        target=partial(follow, folder, stop, total_steps=total_steps, label=label), name="progress", daemon=True
+    )
+    progress.start()
+    try:
+        Supervisor(parts, on_status=lambda text: write_status(folder, text)).run()
+    finally:
+        stop.set()
+        progress.join(timeout=5)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+

@@ -1,0 +1,129 @@
+"""The megatron-rl command: one function per verb. Heavy imports happen inside the verb that needs them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="SFT and RL of Mixture-of-Experts language models with Megatron-Core and vLLM.",
+)
+
+Config = Annotated[Path, typer.Argument(help="YAML file of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.steps=10.")]
+
+
+@app.command()
+def sft(config: Config, overrides: Overrides = None) -> None:
+    """Fine-tune on conversations; resumes if the run folder has a checkpoint."""
+    from megatron_rl.cli.launch import run_sft
+    from megatron_rl.cli.runs import SftRun
+    from megatron_rl.config.load import load_config
+
+    folder = run_sft(load_config(config, SftRun, overrides or []))
+    typer.echo(f"done: weights in {folder / 'hf'}, page {folder / 'report.html'}")
+
+
+@app.command()
+def rl(config: Config, overrides: Overrides = None) -> None:
+    """Train by RL against engines that this command starts; resumes if the run folder has a checkpoint."""
+    from megatron_rl.cli.launch import run_rl
+    from megatron_rl.cli.runs import RlRun
+    from megatron_rl.config.load import load_config
+
+    folder = run_rl(load_config(config, RlRun, overrides or []))
+    typer.echo(f"done: weights in {folder / 'hf'}, page {folder / 'report.html'}")
+
+
+@app.command(name="eval")
+def evaluate(
+    config: Config,
+    out: Annotated[Path, typer.Option(help="Folder for eval.json and logs.")],
+    overrides: Overrides = None,
+) -> None:
+    """Measure pass rates of an RL config's model on its held-out splits; choose the model with model.path=..."""
+    from megatron_rl.cli.launch import run_evaluation
+    from megatron_rl.cli.runs import RlRun
+    from megatron_rl.config.load import load_config
+
+    typer.echo(run_evaluation(load_config(config, RlRun, overrides or []), out).read_text(encoding="utf-8"))
+
+
+@app.command(name="config")
+def show_config(config: Config, overrides: Overrides = None) -> None:
+    """Print a run's config with every default and override resolved."""
+    from megatron_rl.cli.runs import load_run
+    from megatron_rl.config.load import dump_config
+
+    typer.echo(dump_config(load_run(config, overrides or [])))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, in the order to show them.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the last folder.")] = None,
+) -> None:
+    """Write one offline page with curves and readable rollouts."""
+    from megatron_rl.telemetry.report import build_report
+
+    typer.echo(build_report(runs, out or runs[-1] / "report.html"))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Hugging Face folder, or a checkpoint folder of a run.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    hf_source: Annotated[
+        Path | None, typer.Option(help="Folder whose config and tokenizer go with a converted checkpoint.")
+    ] = None,
+) -> None:
+    """Convert Hugging Face weights to a Megatron checkpoint, or a checkpoint back, tensor by tensor."""
+    from megatron_rl.checkpoint.convert import convert as convert_checkpoint
+
+    typer.echo(convert_checkpoint(source, target, hf_source=hf_source))
+
+
+@app.command(name="make-tiny")
+def make_tiny_model(
+    folder: Annotated[Path, typer.Argument(help="Folder to write model and data into.")],
+    seed: Annotated[int, typer.Option(help="Seeds weights and data.")] = 0,
+) -> None:
+    """Write a tiny random Qwen3-MoE with its tokenizer, and SFT data of the baker task."""
+    from megatron_rl.cli.tiny import make_tiny
+
+    typer.echo(make_tiny(folder, seed=seed).model)
+
+
+@app.command()
+def quickstart(
+    folder: Annotated[Path, typer.Option(help="Folder for everything the quickstart writes.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Seeds weights, data and sampling.")] = 0,
+) -> None:
+    """Tiny model, SFT, RL against a real vLLM, a table and a page. Resumes where it was stopped."""
+    from megatron_rl.cli.quickstart import run_quickstart
+
+    run_quickstart(folder, seed=seed)
+
+
+def main() -> None:
+    """Entry point of the console script: user errors in one line, the rest with a traceback."""
+    import sys
+
+    from megatron_rl.cli.supervisor import RunFailed, RunStopped
+    from megatron_rl.cli.user_errors import run_with_user_errors
+
+    try:
+        sys.exit(run_with_user_errors(app))
+    except RunStopped as stop:
+        print(stop.message, file=sys.stderr, flush=True)
+        raise
+    except RunFailed as failure:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The README's first command: tiny model, SFT, RL, a table and a page.
+
+Every stage leaves its result in the folder, so a stopped quickstart goes on where it was; a finished one says so.
+"""
+
+import json
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.cli.launch import run_evaluation, run_rl, run_sft
+from megatron_rl.cli.runs import RlRun, SftRun
+from megatron_rl.cli.tiny import make_tiny
+from megatron_rl.config.load import load_config
+from megatron_rl.telemetry.report import build_report
+from megatron_rl.telemetry.sinks import read_metrics
+
+SPLITS = {"new_texts": "new texts, known numbers", "new_numbers": "known texts, new numbers"}
+
+
+def run_quickstart(folder: Path, *, seed: int) -> None:
+    """Runs every stage that the folder does not have yet and prints the table."""
+    console = Console()
+    started = time.monotonic()
+    tiny, sft_dir, rl_dir = folder / "tiny", folder / "sft", folder / "rl"
+    if not (tiny / "done").exists():
+        console.print(f"[bold]1/4[/] a tiny Qwen3-MoE, its tokenizer and conversations -> {tiny}")
+        make_tiny(tiny, seed=seed)
+        (tiny / "done").touch()
+    sft, rl = _configs(folder, seed)
+    if not (folder / "before" / "eval.json").exists():
+        console.print("[bold]2/4[/] pass rate before SFT: vLLM serves the random model")
+        before = rl.model_copy(update={"model": rl.model.model_copy(update={"path": str(tiny / "model")})})
+        run_evaluation(before, folder / "before")
+    if not (sft_dir / "hf").exists():
+        console.print("[bold]3/4[/] SFT: Megatron-Core on this machine's CPU")
+        run_sft(sft)
+    if not (rl_dir / "hf").exists():
+        console.print("[bold]4/4[/] RL: vLLM samples, Megatron-Core trains, NIXL carries the weights")
+        run_rl(rl)
+    rows = _summary(folder, rl_dir)
+    (folder / "summary.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (rl_dir / "summary.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    page = build_report([sft_dir, rl_dir], folder / "report.html")
+    console.print(_table(rows))
+    console.print(f"took {(time.monotonic() - started) / 60:.1f} minutes")
+    console.print(f"run folder: {rl_dir}")
+    console.print(f"page:       {page}")
+
+
+def _configs(folder: Path, seed: int) -> tuple[SftRun, RlRun]:
+    tiny, examples = folder / "tiny", _examples()
+    sft = load_config(
+        examples / "sft" / "tiny_cpu.yaml",
+        SftRun,
+        [
+            f"run.dir={folder / 'sft'}",
+            f"run.seed={seed}",
+            f"model.path={tiny / 'model'}",
+            f"data.train=[{tiny / 'train.jsonl'}]",
+            f"data.heldout=[{tiny / 'heldout.jsonl'}]",
+        ],
+    )
+    rl = load_config(
+        examples / "rl" / "tiny_cpu.yaml",
+        RlRun,
+        [f"run.dir={folder / 'rl'}", f"run.seed={seed}", f"model.path={folder / 'sft' / 'hf'}"],
+    )
+    return sft, rl
+
+
+def _examples() -> Path:
+    """The repository's examples: beside the package in a clone."""
+    return Path(str(resources.files("megatron_rl"))).parent / "examples"
+
+
+def _summary(folder: Path, rl_dir: Path) -> list[dict[str, Any]]:
+    """Rows {name, split, rate, low, high, n}: before SFT, after SFT, after RL, for both held-out splits."""
+    before = json.loads((folder / "before" / "eval.json").read_text(encoding="utf-8"))
+    rows = [{"name": "before SFT", **{k: row[k] for k in ("split", "rate", "low", "high", "n")}} for row in before]
+    evaluations = [record for record in read_metrics(rl_dir) if "eval/pass_rate/baker/new_texts" in record]
+    for name, record in (("after SFT", evaluations[0]), ("after RL", evaluations[-1])):
+        for split in SPLITS:
+            key = f"eval/pass_rate/baker/{split}"
+            rows.append(
+                {
+                    "name": name,
+                    "split": split,
+                    "rate": record[key],
+                    "low": record[f"{key}/low"],
+                    "high": record[f"{key}/high"],
+                    "n": record[f"{key}/n"],
+                }
+            )
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Held-out pass rate at temperature 1 (95% interval)")
+    table.add_column("")
+    for split, meaning in SPLITS.items():
+        table.add_column(f"{split}: {meaning}", justify="right")
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = {row["split"]: row for row in rows if row["name"] == name}
+        table.add_row(
+            name, *(f"{cells[s]['rate']:.3f}  ({cells[s]['low']:.3f}-{cells[s]['high']:.3f})" for s in SPLITS)
+        )
+    return table

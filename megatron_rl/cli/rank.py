@@ -1,0 +1,39 @@
+"""Entering and leaving the world of ranks."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.cli.runs import RunConfig
+from megatron_rl.config import ConfigError
+from megatron_rl.distributed.config import ParallelConfig
+from megatron_rl.distributed.device import Platform, init_process_group, start_platform
+
+if TYPE_CHECKING:
+    from megatron_rl.distributed.groups import ParallelGroups
+
+
+@contextmanager
+def start_rank(run: RunConfig, parallel: ParallelConfig) -> Iterator[tuple[Platform, "ParallelGroups"]]:
+    """Joins this process to the run's ranks and leaves them at the end."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != run.processes:
+        raise ConfigError(
+            f"run.processes must be the number of ranks torchrun started, got {run.processes} and {world_size}; "
+            f"pass run.processes={world_size}"
+        )
+    if run.platform == "cpu":
+        torch.set_num_threads(run.threads)
+    platform = start_platform(run.platform)
+    # Megatron-Core may be imported only after the platform was chosen.
+    from megatron_rl.distributed.groups import build_groups
+
+    init_process_group(platform, timeout_s=1800)
+    try:
+        yield platform, build_groups(parallel, platform, seed=run.seed)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,136 @@
+"""A model to learn the ropes with: tiny random Qwen3-MoE, its tokenizer and chat template, and SFT rows of `baker`.
+
+1.84 M parameters: four MoE layers, hidden 128, eight experts of which a token takes two. It learns the baker task's
+easy level in minutes on one CPU core.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rollout.environments.baker import Baker, BakerOptions
+from megatron_rl.rollout.environments.baker_trace import TraceNoise, baker_trace
+
+VOCAB_SIZE = 512
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""Single tokens that stay visible when special tokens are skipped."""
+_TOKENIZER_ROWS = 3000
+_ERROR_ROWS = 300
+"""Rows with tool errors for the tokenizer alone: the easy level's words do not fill the vocabulary."""
+_ALL_REPAIRED = TraceNoise(string_value=1.0, repaired=1.0)
+
+
+@dataclass(frozen=True)
+class TinyPaths:
+    """What make_tiny wrote."""
+
+    model: Path
+    """HF folder: config.json, float32 safetensors, tokenizer with chat template, generation_config.json."""
+    train: Path
+    """JSONL of {"messages", "tools"}; texts and numbers of the train split."""
+    heldout: Path
+    """The same for the split new_texts."""
+
+
+def make_tiny(
+    folder: Path,
+    *,
+    seed: int = 0,
+    num_train: int = 8000,
+    num_heldout: int = 256,
+    options: BakerOptions | None = None,
+    noise: TraceNoise | None = None,
+) -> TinyPaths:
+    """Writes model, train.jsonl and heldout.jsonl into folder, over what is there. Same seed, same bytes."""
+    environment = Baker(options or BakerOptions(seed=seed + 1))
+    paths = TinyPaths(folder / "model", folder / "train.jsonl", folder / "heldout.jsonl")
+    paths.model.mkdir(parents=True, exist_ok=True)
+    rows = _rows(environment, "train", max(num_train, _TOKENIZER_ROWS), seed, noise or TraceNoise())
+    _write_jsonl(paths.train, rows[:num_train])
+    _write_jsonl(paths.heldout, _rows(environment, "new_texts", num_heldout, seed, noise or TraceNoise()))
+    errors = _rows(Baker(BakerOptions(level="full", seed=seed + 1)), "train", _ERROR_ROWS, seed, _ALL_REPAIRED)
+    _save_tokenizer(rows[:_TOKENIZER_ROWS] + errors, paths.model)
+    _save_model(paths.model, seed)
+    return paths
+
+
+def _rows(environment: Baker, split: str, count: int, seed: int, noise: TraceNoise) -> list[dict[str, Any]]:
+    rows = []
+    for index in range(count):
+        prompt = environment.prompt(split, index)
+        messages = baker_trace(prompt, random.Random(f"trace/{seed}/{split}/{index}"), noise)
+        rows.append({"messages": messages, "tools": prompt.tools})
+    return rows
+
+
+def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def _save_tokenizer(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Byte-level BPE with single digits, trained on rendered rows."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    template = resources.files("megatron_rl.cli").joinpath("tiny_chat.jinja").read_text(encoding="utf-8").rstrip("\n")
+    renderer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
+    texts = [str(renderer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)) for row in rows]
+    for mark in (*_SPECIAL_TOKENS, *_MARKS):
+        texts = [text.replace(mark, "\n") for text in texts]
+    bpe = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(_MARKS),
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in _MARKS])
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    ).save_pretrained(folder)
+
+
+def _save_model(folder: Path, seed: int) -> None:
+    """Weights as transformers initialises them, float32."""
+    import torch
+    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    pad_id, end_of_turn_id = _SPECIAL_TOKENS.index("<|endoftext|>"), _SPECIAL_TOKENS.index("<|im_end|>")
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        pad_token_id=pad_id,
+        eos_token_id=end_of_turn_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+    model.generation_config = GenerationConfig(eos_token_id=end_of_turn_id, pad_token_id=pad_id)
+    model.save_pretrained(folder)

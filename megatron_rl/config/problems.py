@@ -1,0 +1,71 @@
+"""Turns a validation error into lines a person can act on: rule, value, cure."""
+
+import re
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_rl.config.fields import ITEM, all_fields, follow, known_fields, nearest
+from megatron_rl.config.yaml_tree import shown
+
+
+def problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line per key that does not fit. Branches of a union that were tried on one value share a line."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    lines: dict[str, str] = {}
+    for details in error.errors():
+        parts, _, _ = follow(model, details["loc"])
+        if details["type"] == "extra_forbidden":
+            lines[".".join([*parts, str(details["loc"][-1])])] = _unknown_key(details, model)
+        else:
+            by_key.setdefault(".".join(parts), []).append(details)
+    lines.update({key: _misfit(key, all_details, model) for key, all_details in by_key.items()})
+    return list(lines.values())
+
+
+def _unknown_key(details: ErrorDetails, model: type[BaseModel]) -> str:
+    parts, annotations, _ = follow(model, details["loc"][:-1])
+    name = str(details["loc"][-1])
+    key = ".".join([*parts, name])
+    known = list(known_fields(annotations))
+    meant = nearest(name, known) or _elsewhere(name, model)
+    cure = f"did you mean {meant}?" if meant else f"known here: {', '.join(known) or 'nothing'}"
+    return f"unknown key {key}; {cure}"
+
+
+def _elsewhere(name: str, model: type[BaseModel]) -> str | None:
+    """The whole key, if exactly this name exists at one other place of the tree."""
+    keys = {key for key, _ in all_fields(model) if key.split(".")[-1] == name and ITEM not in key.split(".")}
+    return keys.pop() if len(keys) == 1 else None
+
+
+def _misfit(key: str, all_details: list[ErrorDetails], model: type[BaseModel]) -> str:
+    details = all_details[0]
+    _, _, field = follow(model, details["loc"])
+    meaning = " ".join((field.description or "").split()) if field else ""
+    if details["type"] == "missing":
+        return f"{key} is required and missing; add it" + (f": {meaning}" if meaning else "")
+    if details["type"] in ("value_error", "assertion_error"):
+        reason = re.sub(r"^(Value error|Assertion failed), ", "", details["msg"])
+        return f"{key}: {reason}" if key else reason
+    rules = list(dict.fromkeys(_rule(one["msg"]) for one in all_details))
+    rule = " or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
+    value: Any = details["input"]
+    guess = nearest(value, re.findall(r"'([^']*)'", rule)) if isinstance(value, str) else None
+    if guess:
+        cure = f"did you mean {guess}?"
+    elif field is not None and not field.is_required():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        cure = "leave it out for the default" if isinstance(default, BaseModel) else f"the default is {shown(default)}"
+    else:
+        cure = meaning or "change it"
+    return f"{key or 'the file'} {rule}, got {shown(value)}; {cure}"
+
+
+def _rule(message: str) -> str:
+    """A pydantic message as the end of a sentence about the key."""
+    message = re.sub(r"^Input should ", "must ", message)
+    message = re.sub(r", unable to parse.*$", "", message)
+    message = re.sub(r"^must be a valid dictionary or instance of \w+$", "must be a mapping of keys", message)
+    return message.replace("a valid ", "a ").replace("a integer", "an integer")

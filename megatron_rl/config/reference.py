@@ -1,0 +1,99 @@
+"""The configuration reference as Markdown, written from the models and from nothing else."""
+
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_rl.config.fields import all_fields, branches, items_in, nested_models
+from megatron_rl.config.model import ConfigModel
+from megatron_rl.config.yaml_tree import shown
+
+_HEAD = """# Configuration
+
+Written by `make docs` from the models in the code; change those, not this page.
+A run file is YAML. Any key can be set on the command line as `key.sub=value`; the value is read as YAML, items of a
+list are counted from 0 (`environments.0.name=baker`). Unknown keys are refused. Relative paths are relative to the
+current directory. `N` in a key stands for any index of a list or name in a mapping.
+"""
+
+
+def config_reference(models: list[tuple[str, type[ConfigModel]]]) -> str:
+    """One chapter per (title, root model), one section with a table of keys per nested model. Markdown."""
+    lines = [_HEAD]
+    for title, model in models:
+        lines += [f"## {title}", "", *_sections(model, "", ())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def fields_without_description(model: type[BaseModel]) -> list[str]:
+    """Keys, nested ones included, that lack the docstring which becomes their line in the reference."""
+    return [key for key, field in all_fields(model) if not (field.description or "").strip()]
+
+
+def _sections(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> list[str]:
+    lines = [*([_one_line(model.__doc__), ""] if model.__doc__ else [])]
+    if model.model_fields:
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(prefix + name, field) for name, field in model.model_fields.items()]
+        lines.append("")
+    for name, field in model.model_fields.items():
+        for path, nested in nested_models(field.annotation):
+            if nested not in (*above, model):
+                key = f"{prefix}{name}{path}"
+                lines += [f"### {key}", "", *_sections(nested, f"{key}.", (*above, model))]
+    return lines
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    cells = [f"`{key}`", f"`{_type(field)}`", _default(field), _one_line(field.description)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return "see its keys" if isinstance(default, BaseModel) else f"`{shown(default)}`"
+
+
+def _type(field: FieldInfo) -> str:
+    """Type and bounds, as in `int, >= 1` or `float | null, > 0`."""
+    signs = {
+        annotated_types.Ge: (">=", "ge"),
+        annotated_types.Gt: (">", "gt"),
+        annotated_types.Le: ("<=", "le"),
+        annotated_types.Lt: ("<", "lt"),
+        annotated_types.MinLen: ("length >=", "min_length"),
+        annotated_types.MaxLen: ("length <=", "max_length"),
+    }
+    bounds = [
+        f"{sign} {shown(getattr(bound, attribute))}"
+        for bound in field.metadata
+        for kind, (sign, attribute) in signs.items()
+        if isinstance(bound, kind)
+    ]
+    return ", ".join([_type_name(field.annotation), *bounds])
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(shown(value).strip("'") for value in arguments)
+    if origin in (Union, UnionType):
+        names = [_type_name(branch) for branch in branches(annotation)]
+        return " | ".join([*names, *(["null"] if NoneType in arguments else [])])
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if items := items_in(annotation):
+        kind = "mapping" if origin is dict else "list"
+        return f"{kind} of {' and '.join(dict.fromkeys(_type_name(item) for item in items))}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "keys"
+    return {"str": "text", "bool": "true | false"}.get(name := getattr(annotation, "__name__", str(annotation)), name)

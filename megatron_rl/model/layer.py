@@ -1,0 +1,68 @@
+"""The CPU's transformer layer: Megatron's attention and parallel linears around this project's norm, kernels and MoE."""
+
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_rl.model.attention import PackedAttention
+from megatron_rl.model.experts import ExpertLayer
+from megatron_rl.model.norm import RMSNorm
+from megatron_rl.model.packed import PackedDocuments
+
+
+class PackedLayer(TransformerLayer):
+    """Pre-norm residual layer over packed documents, without dropout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **kwargs)
+        # Megatron hands process groups only to MLP classes of its own, so the spec leaves this one out.
+        self.mlp = ExpertLayer(config, pg_collection=pg_collection)
+
+    def forward(
+        self, hidden_states: Tensor, *_unused_args: Any, packed_seq_params: PackedDocuments, **_unused: Any
+    ) -> tuple[Tensor, None]:
+        """[tokens of this rank, 1, H] -> (the same shape, no context)."""
+        attended, _ = self.self_attention(
+            self.input_layernorm(hidden_states), attention_mask=None, packed_seq_params=packed_seq_params
+        )
+        hidden_states = hidden_states + attended
+        mixed, _ = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return hidden_states + mixed, None
+
+
+def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Every layer of the block and its final norm."""
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
+        core_attention=PackedAttention,  # type: ignore[arg-type]
+        linear_proj=RowParallelLinear,
+        q_layernorm=RMSNorm,
+        k_layernorm=RMSNorm,
+    )
+    layer = ModuleSpec(
+        module=PackedLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            pre_mlp_layernorm=RMSNorm,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)

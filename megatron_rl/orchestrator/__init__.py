@@ -1,0 +1,1 @@
+"""Owns prompts, environments and groups; feeds the trainer packed batches. Never imports torch.distributed."""

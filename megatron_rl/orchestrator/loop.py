@@ -1,0 +1,184 @@
+"""Answers the trainer, one request at a time.
+
+Invariants: every drawn group leaves exactly once, in a batch or dropped with a reason that is counted; a prompt index is
+never drawn twice within a run; the state handed out for a checkpoint of step k names the first prompt after step k.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from megatron_rl.data.packing import pack_for_ranks
+from megatron_rl.data.render import ChatRenderer
+from megatron_rl.orchestrator.config import OrchestratorConfig
+from megatron_rl.orchestrator.evaluate import pass_rates, passed
+from megatron_rl.orchestrator.source import PromptSource
+from megatron_rl.orchestrator.state import encode_state
+from megatron_rl.records import RolloutGroup, Sample, StepBatch, wire
+from megatron_rl.rewards.admission import admit_group
+from megatron_rl.rewards.advantage import group_samples
+from megatron_rl.rollout.env import Environment
+from megatron_rl.rollout.run import Generator, RolloutConfig, run_group
+from megatron_rl.telemetry.values import Last, Max, Mean, Rate, Value, to_wire
+
+
+class Orchestrator:
+    """Environments, engines and groups of one run."""
+
+    def __init__(
+        self,
+        environments: Sequence[Environment],
+        source: PromptSource,
+        generator: Generator,
+        renderer: ChatRenderer,
+        *,
+        config: OrchestratorConfig,
+        rollout: RolloutConfig,
+        pad_multiple: int,
+    ) -> None:
+        self._environments, self._source, self._generator = environments, source, generator
+        self._renderer, self._config, self._rollout, self._pad_multiple = renderer, config, rollout, pad_multiple
+        self._gate = asyncio.Semaphore(max(1, config.max_concurrent_rollouts // rollout.group_size))
+
+    async def serve(self, address: str) -> None:
+        """Answers requests at address until the trainer says that the run is finished."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.REP)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.bind(address)
+        try:
+            while True:
+                request = wire.decode(await socket.recv(), wire.Request)
+                try:
+                    reply = await self._answer(request)
+                except Exception as error:
+                    await socket.send(wire.encode(wire.Failed(message=f"{type(error).__name__}: {error}")))
+                    raise
+                await socket.send(wire.encode(reply))
+                if isinstance(request, wire.RunFinished):
+                    return
+        finally:
+            socket.close()
+
+    async def _answer(self, request: wire.Request) -> wire.Reply:
+        match request:
+            case wire.BatchRequest():
+                return wire.BatchReply(batch=await self.step_batch(request))
+            case wire.EvalRequest():
+                return wire.EvalReply(metrics={name: to_wire(v) for name, v in (await self.evaluate()).items()})
+            case wire.StateRequest():
+                return wire.StateReply(state=encode_state(self._source.state))
+            case wire.RunFinished():
+                return wire.Acknowledged()
+
+    async def evaluate(self) -> dict[str, Rate]:
+        """Pass rates of every held-out split."""
+        return await pass_rates(
+            self._environments,
+            self._generator,
+            self._renderer,
+            self._rollout,
+            prompts_per_split=self._config.evaluation.prompts_per_split,
+            max_concurrent=self._config.max_concurrent_rollouts,
+        )
+
+    async def step_batch(self, request: wire.BatchRequest) -> StepBatch:
+        """Samples groups until the step is full or redraws run out, and packs what was admitted."""
+        started = time.monotonic()
+        slots = await asyncio.gather(*(self._fill_slot() for _ in range(self._config.groups_per_step)))
+        groups = [group for drawn, _ in slots for group in drawn]
+        samples = [sample for _, admitted in slots for sample in admitted]
+        dropped = Counter(reason for drawn, _ in slots for group in drawn if (reason := admit_group(group).reason))
+        if not samples:
+            raise NothingToTrainError(
+                f"step {request.step} needs at least one group with different rewards, got none of {len(groups)} "
+                f"({dict(dropped)}); choose easier or harder tasks, a larger rollout.group_size, or look at the errors: "
+                f"{_first_error(groups) or 'none'}"
+            )
+        microbatches = pack_for_ranks(
+            samples,
+            capacity=self._config.microbatch_tokens,
+            data_parallel_size=request.data_parallel_size,
+            pad_multiple=self._pad_multiple,
+            pad_id=self._renderer.pad_id,
+        )
+        kept = sum(1 for _, admitted in slots if admitted)
+        self._source.state.groups_trained += kept
+        metrics = _group_metrics(groups, dropped, kept, request.weight_version)
+        metrics["perf/generation_s"] = Last(time.monotonic() - started)
+        return StepBatch(
+            step=request.step,
+            microbatches=microbatches,
+            num_trained=_denominator(samples),
+            metrics={name: to_wire(value) for name, value in metrics.items()},
+        )
+
+    async def _fill_slot(self) -> tuple[list[RolloutGroup], list[Sample]]:
+        """(all groups drawn for one place in the batch, samples of the one admitted)."""
+        drawn: list[RolloutGroup] = []
+        environment = None
+        for _ in range(1 + self._config.max_redraws):
+            async with self._gate:
+                prompt = self._source.draw(environment)
+                environment = prompt.environment
+                group = await run_group(
+                    prompt,
+                    self._source.environment(environment),
+                    self._generator,
+                    self._renderer,
+                    self._rollout,
+                    group_id=prompt.prompt_id,
+                )
+            drawn.append(group)
+            admission = admit_group(group)
+            if not admission.reason:
+                return drawn, group_samples(group, admission)
+        return drawn, []
+
+
+class NothingToTrainError(Exception):
+    """No group of a step had a learning signal."""
+
+
+def _denominator(samples: Sequence[Sample]) -> int:
+    """|T| of the whole step: sampled tokens whose engine log-prob is known."""
+    total = 0
+    for sample in samples:
+        assert sample.engine_logp is not None, "RL samples carry engine log-probs"
+        total += int((sample.loss_mask & np.isfinite(sample.engine_logp)).sum())
+    return max(1, total)
+
+
+def _group_metrics(
+    groups: Sequence[RolloutGroup], dropped: Counter[str], kept: int, weight_version: int
+) -> dict[str, Value]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.error]
+    lengths = [int(sum(s.sampled.sum() for s in rollout.segments)) for rollout in rollouts]
+    versions = [int(s.weight_version[s.sampled].min()) for r in rollouts for s in r.segments if s.sampled.any()]
+    metrics: dict[str, Value] = {
+        "reward/mean": Mean(sum(r.rewards[-1] for r in rollouts), len(rollouts)),
+        "pass_rate/train": Rate(sum(map(passed, rollouts)), len(rollouts)),
+        "rollout/length_mean": Mean(sum(lengths), len(lengths)),
+        "rollout/length_max": Max(max(lengths, default=0)),
+        "rollout/cut_share": Mean(sum(r.finish_reason in ("length", "context") for r in rollouts), len(rollouts)),
+        "rollout/errors": Last(sum(bool(r.error) for g in groups for r in g.rollouts)),
+        "groups/drawn": Last(len(groups)),
+        "groups/kept": Last(kept),
+        "staleness/max": Max(max((weight_version - v for v in versions), default=0)),
+    }
+    metrics |= {f"groups/dropped/{reason}": Last(count) for reason, count in dropped.items()}
+    signals: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.signals.items():
+            signals.setdefault(name, []).append(value)
+    return metrics | {f"signal/{name}": Mean(sum(v), len(v)) for name, v in signals.items()}
+
+
+def _first_error(groups: Sequence[RolloutGroup]) -> str:
+    return next((r.error for g in groups for r in g.rollouts if r.error), "")
+
+

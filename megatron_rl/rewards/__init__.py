@@ -1,0 +1,1 @@
+"""Answers checked, groups admitted, rewards turned into advantages."""

@@ -1,0 +1,1 @@
+"""Megatron-Core trainers: SFT and RL."""

@@ -1,0 +1,72 @@
+"""What a trainer needs to know beyond its model and its data."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_rl.checkpoint.config import CheckpointConfig
+from megatron_rl.config import ConfigModel
+
+
+class OptimizerConfig(ConfigModel):
+    """AdamW with warm-up and a schedule that ends at the run's last step."""
+
+    lr: float = Field(gt=0, default=1e-5)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; linear and cosine end at final_lr_fraction * lr."""
+    warmup_steps: int = Field(ge=0, default=0)
+    """Steps of linear warm-up from lr / warmup_steps."""
+    final_lr_fraction: float = Field(ge=0, le=1, default=0.1)
+    """Share of lr left at the last step; constant schedules ignore it and refuse another value."""
+    weight_decay: float = Field(ge=0, default=0.0)
+    """Decoupled weight decay; biases and norm gains are exempt."""
+    beta1: float = Field(ge=0, lt=1, default=0.9)
+    """AdamW first-moment decay."""
+    beta2: float = Field(ge=0, lt=1, default=0.95)
+    """AdamW second-moment decay."""
+    eps: float = Field(gt=0, default=1e-8)
+    """AdamW epsilon."""
+    clip_grad: float = Field(gt=0, default=1.0)
+    """Global gradient norm above which gradients are scaled down."""
+
+    def model_post_init(self, _context: object) -> None:
+        if self.schedule == "constant" and "final_lr_fraction" in self.model_fields_set and self.final_lr_fraction != 1:
+            raise ValueError(
+                f"final_lr_fraction has no effect with schedule constant, got {self.final_lr_fraction}; "
+                "remove it or choose linear or cosine"
+            )
+
+
+class TrainerConfig(ConfigModel):
+    """Length of a run and how it is kept."""
+
+    steps: int = Field(ge=1, default=100)
+    """Optimizer steps of the whole run, resumed parts included."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning-rate schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When training state is saved and how much of it is kept."""
+    export: bool = True
+    """Write the final weights as a Hugging Face folder, RUN/hf."""
+
+
+class SftTrainerConfig(TrainerConfig):
+    """SFT adds a held-out loss."""
+
+    heldout_every_steps: int = Field(ge=1, default=50)
+    """Steps between evaluations of the held-out loss; the last step always has one."""
+
+
+class RlTrainerConfig(TrainerConfig):
+    """RL adds evaluation on held-out prompts and the check of every weight update."""
+
+    eval_every_steps: int = Field(ge=1, default=20)
+    """Steps between evaluations on held-out prompts; before the first and after the last step there is always one."""
+    probe_tolerance: float = Field(gt=0, default=1e-4)
+    """Largest allowed difference between the engine's and the trainer's log-prob of a probe token after an update.
+    1e-4 holds in float32; bfloat16 on either side needs about 1."""
+    logged_rollouts_per_step: int = Field(ge=0, default=8)
+    """Rollouts per step written with all their token streams to RUN/rollouts.jsonl."""
+    batch_timeout_s: float = Field(gt=0, default=3600.0)
+    """Longest wait for the orchestrator's next batch."""

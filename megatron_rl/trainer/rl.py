@@ -1,0 +1,228 @@
+"""The RL trainer: batch, step, weights into the running engines, check, next.
+
+Invariants: weight version k is the policy after k optimizer steps; the batch of step k was sampled by version k or
+older; no batch is asked for before the engines hold the version and a probe text agrees on both sides.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.convert import load_hf, save_hf
+from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state, save_training_state
+from megatron_rl.data.render import load_tokenizer
+from megatron_rl.distributed.device import Platform
+from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.engine.client import EngineControl
+from megatron_rl.loss.config import LossConfig
+from megatron_rl.loss.head import rl_loss
+from megatron_rl.model.build import ModelConfig, build_model
+from megatron_rl.model.forward import DeviceBatch, taken_logprobs
+from megatron_rl.model.hf_weights import export_hf, hf_layout
+from megatron_rl.records import PackedBatch, StepBatch, wire
+from megatron_rl.telemetry.rollouts import RolloutLog, TokenRecord
+from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_status
+from megatron_rl.telemetry.values import Last, from_wire, reduce_over_ranks
+from megatron_rl.trainer.config import RlTrainerConfig
+from megatron_rl.trainer.link import OrchestratorLink
+from megatron_rl.trainer.optim import PolicyOptimizer, learning_rate
+from megatron_rl.trainer.probe import check_probe, probe_batch
+from megatron_rl.trainer.rollout_log import token_records
+from megatron_rl.trainer.step import train_step
+from megatron_rl.weight_sync.publisher import Publisher, WeightSyncConfig
+
+
+@dataclass(frozen=True)
+class RlJob:
+    """Everything the RL trainer is told; assembled from the run's config by the command line."""
+
+    run_dir: Path
+    model: ModelConfig
+    trainer: RlTrainerConfig
+    loss: LossConfig
+    weight_sync: WeightSyncConfig
+    temperature: float
+    orchestrator_address: str
+    engine_urls: list[str]
+    engine_timeout_s: float
+
+
+class RlTrainer:
+    """Holds the policy and its links; run() trains to the last step. Collective: every rank runs the same calls."""
+
+    def __init__(self, job: RlJob, platform: Platform, groups: ParallelGroups, parallel: Any) -> None:
+        self.job, self.platform, self.groups = job, platform, groups
+        self.tokenizer = load_tokenizer(job.model.path)
+        self.checkpoints = job.run_dir / "checkpoints"
+        latest = latest_checkpoint(self.checkpoints)
+        self.model = build_model(job.model, parallel, groups, platform)
+        if latest is None:
+            load_hf(self.model, Path(job.model.path), groups)
+        self.policy = PolicyOptimizer(self.model, groups, job.trainer.optimizer)
+        self.step = 0
+        if latest is not None:
+            self.step, _ = load_training_state(latest, model=self.model, optimizer=self.policy.optimizer, groups=groups)
+        self.link = OrchestratorLink(
+            job.orchestrator_address,
+            timeout_s=job.trainer.batch_timeout_s,
+            rank=groups.rank,
+            device=platform.device,
+        )
+        is_writer = groups.rank == 0
+        controls = [EngineControl(url, timeout_s=job.engine_timeout_s) for url in job.engine_urls] if is_writer else []
+        self.publisher = Publisher(
+            hf_layout(self.model, groups),
+            lambda owners: export_hf(self.model, groups, owners=owners),
+            controls,
+            config=job.weight_sync,
+        )
+        self.probe_ids, self.probe = probe_batch(self.tokenizer, pad_multiple=groups.tp_size)
+        self.controls = controls
+        self.metrics_writer = MetricsWriter(job.run_dir) if is_writer else None
+        self.rollout_log = RolloutLog(job.run_dir) if is_writer else None
+        if is_writer:
+            truncate_after(job.run_dir, self.step, phase="rl")
+
+    def run(self) -> None:
+        """Trains from the current step to the last one; returns when the orchestrator knows that it is over."""
+        config = self.job.trainer
+        sync_metrics = self._publish()
+        if self.step == 0:
+            self._evaluate()
+        while self.step < config.steps:
+            self._train_one(sync_metrics)
+            sync_metrics = self._publish()
+            if self.step % config.eval_every_steps == 0 or self.step == config.steps:
+                self._evaluate()
+            if self.step % config.checkpoint.every_steps == 0 or self.step == config.steps:
+                self._save()
+        if config.export:
+            save_hf(self.model, self.job.run_dir / "hf", self.groups, source=Path(self.job.model.path))
+        self.link.ask(wire.RunFinished(step=self.step))
+        self.link.close()
+
+    def _train_one(self, sync_metrics: dict[str, Any]) -> None:
+        started = time.monotonic()
+        self._status(f"step {self.step + 1}: waiting for rollouts")
+        reply = self.link.ask(
+            wire.BatchRequest(
+                step=self.step, weight_version=self.step, data_parallel_size=self.groups.dp_size
+            )
+        )
+        assert isinstance(reply, wire.BatchReply), f"expected a batch, got {type(reply).__name__}"
+        batch, waited_s = reply.batch, time.monotonic() - started
+        self._status(f"step {self.step + 1}: training")
+        records: list[TokenRecord] = []
+        lr = learning_rate(self.job.trainer.optimizer, step=self.step, total_steps=self.job.trainer.steps)
+        grad_norm, metrics = train_step(
+            self.policy,
+            batch.microbatches[self.groups.dp_rank],
+            partial(self._loss, denominator=batch.num_trained, records=records),
+            lr=lr,
+        )
+        metrics = reduce_over_ranks(metrics, self._gather)
+        self.step += 1
+        self._write(
+            {
+                **{name: from_wire(value) for name, value in batch.metrics.items()},
+                **metrics,
+                **sync_metrics,
+                "grad_norm": Last(grad_norm),
+                "learning_rate": Last(lr),
+                "perf/rollout_s": Last(waited_s),
+                "perf/step_s": Last(time.monotonic() - started),
+                "perf/tokens_per_s": Last(_num_tokens(batch) / (time.monotonic() - started)),
+            }
+        )
+        if self.rollout_log is not None and records:
+            self.rollout_log.write(self.step, records)
+
+    def _loss(
+        self, batch: PackedBatch, *, denominator: int, records: list[TokenRecord]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        device = self.platform.device
+        assert batch.advantages is not None and batch.engine_logp is not None, "an RL batch carries RL streams"
+        out = taken_logprobs(
+            self.policy.ddp,
+            DeviceBatch.from_packed(batch, device),
+            self.groups,
+            temperature=self.job.temperature,
+        )
+        loss, stats = rl_loss(
+            out.logp,
+            torch.tensor(batch.engine_logp, device=device),
+            torch.tensor(batch.advantages, device=device),
+            torch.tensor(batch.loss_mask, device=device),
+            config=self.job.loss,
+            denominator=denominator,
+            entropy=out.entropy.detach(),
+        )
+        missing = self.job.trainer.logged_rollouts_per_step - len(records)
+        if self.groups.rank == 0 and missing > 0:
+            records += token_records(
+                batch, stats, step=self.step + 1, token_text=self._token_text, limit=missing
+            )
+        return loss, stats.metrics
+
+    def _publish(self) -> dict[str, Any]:
+        """Version self.step into every engine, then the probe check. Metrics of both."""
+        self._status(f"weights of version {self.step} into the engine")
+        started = time.monotonic()
+        self.publisher.publish(self.step)
+        publish_s = time.monotonic() - started
+        with torch.no_grad():
+            out = taken_logprobs(self.policy.ddp, DeviceBatch.from_packed(self.probe, self.platform.device), self.groups)
+        error = check_probe(
+            self.controls,
+            self.probe_ids,
+            out.logp[: len(self.probe_ids) - 1].float().cpu(),
+            version=self.step,
+            tolerance=self.job.trainer.probe_tolerance,
+        )
+        return {"weights/publish_s": Last(publish_s), "weights/probe_max_error": Last(error)}
+
+    def _evaluate(self) -> None:
+        self._status(f"evaluating version {self.step} on held-out prompts")
+        reply = self.link.ask(wire.EvalRequest(step=self.step, weight_version=self.step))
+        assert isinstance(reply, wire.EvalReply), f"expected an evaluation, got {type(reply).__name__}"
+        self._write({name: from_wire(value) for name, value in reply.metrics.items()})
+
+    def _save(self) -> None:
+        self._status(f"saving checkpoint of step {self.step}")
+        reply = self.link.ask(wire.StateRequest(step=self.step))
+        assert isinstance(reply, wire.StateReply), f"expected a state, got {type(reply).__name__}"
+        save_training_state(
+            self.checkpoints,
+            step=self.step,
+            model=self.model,
+            optimizer=self.policy.optimizer,
+            groups=self.groups,
+            extra={"orchestrator": reply.state},
+            config=self.job.trainer.checkpoint,
+        )
+
+    def _gather(self, metrics: dict[str, Any]) -> list[dict[str, Any]]:
+        gathered: list[Any] = [None] * self.groups.dp_size
+        dist.all_gather_object(gathered, metrics, group=self.groups.dp_group)
+        return gathered
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        if self.metrics_writer is not None:
+            self.metrics_writer.write(self.step, metrics, phase="rl")
+
+    def _status(self, text: str) -> None:
+        if self.metrics_writer is not None:
+            write_status(self.job.run_dir, text)
+
+    def _token_text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _num_tokens(batch: StepBatch) -> int:
+    return sum(m.num_tokens - m.num_padding for rank in batch.microbatches for m in rank)
+

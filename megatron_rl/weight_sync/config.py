@@ -1,0 +1,16 @@
+"""How weights travel from the trainer to the engines."""
+
+from pydantic import Field
+
+from megatron_rl.config import ConfigModel
+
+
+class WeightSyncConfig(ConfigModel):
+    """The wire and its deadlines."""
+
+    ucx_tls: str = Field(min_length=1, default="tcp,sm,self")
+    """UCX transports for the weights, on both sides; never left to UCX, which falls back to TCP without a word. On a cluster with InfiniBand for instance rc,sm,self."""
+    connect_timeout_s: float = Field(gt=0, default=300.0)
+    """How long the first publish waits for an engine that is still starting."""
+    transfer_timeout_s: float = Field(gt=0, default=120.0)
+    """Longest a version's bytes may take to reach every engine."""

@@ -1,0 +1,34 @@
+"""An environment that a random model sometimes passes: reward 1 when the answer's length in characters is even."""
+
+from typing import Any
+
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.env import StepOutcome
+
+
+class ParityEpisode:
+    """One turn, scored by the length of the answer."""
+
+    def step(self, assistant_text: str) -> StepOutcome:
+        return StepOutcome(messages=[], done=True, reward=float(len(assistant_text) % 2 == 0), signals={})
+
+
+class ParityEnvironment:
+    """Prompts are numbered questions; one held-out split."""
+
+    name = "parity"
+    splits = ("train", "heldout")
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        if options:
+            raise ValueError(f"parity takes no options, got {sorted(options)}")
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else 8
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        text = f"Frage {index} ({split})"
+        return Prompt(f"parity/{split}/{index}", "parity", [{"role": "user", "content": text}])
+
+    def episode(self, prompt: Prompt) -> ParityEpisode:
+        return ParityEpisode()

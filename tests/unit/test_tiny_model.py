@@ -1,0 +1,113 @@
+"""The tiny model: reproducible, small, with a template whose mask and tool calls are what training needs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli.tiny import TinyPaths, make_tiny
+from megatron_rl.rollout.environments.baker import Baker, BakerOptions
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), seed=0, num_train=300, num_heldout=20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: TinyPaths) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny.model)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_same_seed_writes_the_same_bytes(tiny: TinyPaths, tmp_path: Path) -> None:
+    again = make_tiny(tmp_path, seed=0, num_train=300, num_heldout=20)
+    for path in sorted(tiny.model.iterdir()):
+        assert path.read_bytes() == (again.model / path.name).read_bytes(), path.name
+    assert tiny.train.read_bytes() == again.train.read_bytes()
+    assert tiny.heldout.read_bytes() == again.heldout.read_bytes()
+
+
+def test_rows_are_of_the_splits_they_name(tiny: TinyPaths) -> None:
+    train, heldout = rows(tiny.train), rows(tiny.heldout)
+    assert (len(train), len(heldout)) == (300, 20)
+    env = Baker(BakerOptions(seed=1))
+    assert [row["messages"][0] for row in heldout] == [env.prompt("new_texts", i).messages[0] for i in range(20)]
+    assert train[0]["tools"][0]["function"]["name"] == "buche_einnahme"
+
+
+def test_the_model_is_a_float32_qwen3_moe_without_dense_layers(tiny: TinyPaths) -> None:
+    from safetensors import safe_open
+
+    config = json.loads((tiny.model / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    with safe_open(tiny.model / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        shapes = {name: file.get_slice(name).get_shape() for name in names}
+        dtypes = {file.get_slice(name).get_dtype() for name in names}
+    assert dtypes == {"F32"}
+    assert shapes["model.layers.3.mlp.experts.7.down_proj.weight"] == [128, 128]
+    assert "lm_head.weight" not in shapes and not any("mlp.gate_proj" in name for name in shapes)
+    numbers = [a * b for a, b in (shape for shape in shapes.values() if len(shape) == 2)]
+    assert 1.8e6 < sum(numbers) < 1.9e6
+    generation = json.loads((tiny.model / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == config["eos_token_id"] == 2
+
+
+def test_the_template_renders_schema_call_and_result(tokenizer: Any) -> None:
+    def call(amount: Any) -> dict[str, Any]:
+        function = {"name": "buche_einnahme", "arguments": {"betrag": amount}}
+        return {"role": "assistant", "content": "Also:", "tool_calls": [{"type": "function", "function": function}]}
+
+    prompt = Baker(BakerOptions()).prompt("train", 0)
+    messages = [{"role": "user", "content": "Hü?"}, call("14,40"), {"role": "tool", "content": "nein"}, call(14.4)]
+    text = tokenizer.apply_chat_template(messages, tools=prompt.tools, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nbuche_einnahme(betrag: number): Bucht eine Einnahme in Euro.<|im_end|>\n"
+        "<|im_start|>user\nHü?<|im_end|>\n"
+        '<|im_start|>assistant\nAlso:<tool_call>{"name":"buche_einnahme","arguments":{"betrag":"14,40"}}</tool_call>'
+        "<|im_end|>\n"
+        "<|im_start|>tool\nnein<|im_end|>\n"
+        '<|im_start|>assistant\nAlso:<tool_call>{"name":"buche_einnahme","arguments":{"betrag":14.4}}</tool_call>'
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_mask_is_the_answer_and_its_end_of_turn(tiny: TinyPaths, tokenizer: Any) -> None:
+    for row in rows(tiny.train)[:50]:
+        encoded = tokenizer.apply_chat_template(
+            row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = encoded["assistant_masks"]
+        text = tokenizer.decode([token for token, kept in zip(encoded["input_ids"], mask, strict=True) if kept])
+        assert text.startswith(row["messages"][1]["content"]) and text.endswith("</tool_call><|im_end|>")
+        prompt = tokenizer.apply_chat_template(
+            row["messages"][:1], tools=row["tools"], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        assert encoded["input_ids"][: len(prompt)] == prompt and mask.index(1) == len(prompt)
+
+
+def test_prompts_and_rows_are_short(tiny: TinyPaths, tokenizer: Any) -> None:
+    samples = [
+        tokenizer.apply_chat_template(
+            row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        for row in rows(tiny.train)
+    ]
+    assert max(sample["assistant_masks"].index(1) for sample in samples) <= 90
+    assert max(len(sample["input_ids"]) for sample in samples) <= 140
+    assert max(sum(sample["assistant_masks"]) for sample in samples) <= 64, "fits rollout.max_new_tokens"
+
+
+def test_digits_are_single_tokens_and_tool_marks_survive_skipping_special_tokens(tokenizer: Any) -> None:
+    assert len(tokenizer.tokenize("1440")) == 4
+    ids = tokenizer("<tool_call>{}</tool_call><|im_end|>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
+    assert len(tokenizer) == 512
