@@ -30,7 +30,7 @@ setup(
         *(f"megatron_rl_kernels.{name}" for name in kernels),
     ],
     package_dir={"megatron_rl_kernels": "kernels"},
-    package_data={"megatron_rl": ["**/*.jinja"]},
+    package_data={"megatron_rl": ["**/*.jinja", "telemetry/page/*"]},
     # What the package imports wherever it runs; exact versions, Megatron-Core, vLLM and NIXL come from an extra.
     install_requires=[
         "httpx",

@@ -13,13 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.checkpoint.folders import new_folder
-from megatron_rl.checkpoint.sharded import load_weights, save_weights
+from megatron_rl.checkpoint.folders import STATE_NAME, new_folder
+from megatron_rl.checkpoint.sharded import load_sharded, save_sharded
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig
-from megatron_rl.distributed.device import Platform
-from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.distributed.device import PlatformKind, init_process_group, start_platform
+from megatron_rl.distributed.groups import ParallelGroups, build_groups
 from megatron_rl.model.build import build_from_config
+from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import INDEX_NAME, SINGLE_NAME, check_model_folder, read_hf_config, weight_files
 from megatron_rl.model.hf_weights import HfTensorSpec, export_hf, hf_layout, import_hf
 from megatron_rl.model.policy import PolicyModel
@@ -39,9 +40,6 @@ COMPANION_PATTERNS = (
     "chat_template*",
 )
 """Files of an HF folder that stay valid when only the weights change."""
-
-WEIGHTS_NAME = "weights"
-"""Subfolder of a Megatron checkpoint folder; beside it lie config.json and the companions."""
 
 
 def load_hf(model: PolicyModel, folder: Path, groups: ParallelGroups) -> None:
@@ -75,31 +73,39 @@ def convert(
     source: Path,
     target: Path,
     *,
-    direction: Direction,
-    parallel: ParallelConfig,
-    groups: ParallelGroups,
-    platform: Platform,
+    direction: Direction | None = None,
+    hf_source: Path | None = None,
+    parallel: ParallelConfig | None = None,
+    platform_kind: PlatformKind = "cpu",
     dtype: str | None = None,
-) -> None:
-    """HF folder -> Megatron checkpoint folder ("to_megatron") or back ("to_hf"). Collective.
+) -> Path:
+    """HF folder -> Megatron checkpoint folder, or that or a run's checkpoint -> HF folder. Returns target.
 
-    dtype: of the result; that of source's config.json where None. The Megatron folder is torch_dist and can be read
-    under any parallel layout. ConfigError or DataError when source does not fit.
+    Joins the ranks torchrun started, or runs alone; direction follows from what source holds where None. hf_source: a
+    folder whose tokenizer and companions go into an HF folder, source itself where None. dtype: of the result, that of
+    config.json where None. ConfigError or DataError when source does not fit.
     """
-    source, target = Path(source), Path(target)
+    source, target, parallel = Path(source), Path(target), parallel or ParallelConfig()
+    direction = direction or ("to_hf" if (source / STATE_NAME).is_dir() else "to_megatron")
     hf_config = check_model_folder(source) if direction == "to_megatron" else _check_megatron_folder(source)
+    platform = start_platform(platform_kind)
+    init_process_group(platform)
+    groups = build_groups(parallel, platform, seed=0)
     name = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     model = build_from_config(hf_config, name, parallel, groups, platform)
     if direction == "to_hf":
-        load_weights(model, source / WEIGHTS_NAME, groups)
-        save_hf(model, target, groups, source=source)
-        return
+        load_sharded(source / STATE_NAME, model, groups)
+        save_hf(model, target, groups, source=Path(hf_source or source))
+        return target
     load_hf(model, source, groups)
-    with new_folder(target, groups) as partial:
+    with new_folder(target, collective=True) as partial:
         if groups.rank == 0:
+            (partial / STATE_NAME).mkdir()
             _write_config(partial, hf_config, model.config.params_dtype)
             copy_companions(source, partial)
-        save_weights(model, partial / WEIGHTS_NAME, groups)
+        dist.barrier()
+        save_sharded(partial / STATE_NAME, model, groups)
+    return target
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -112,10 +118,11 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def _check_megatron_folder(folder: Path) -> dict[str, Any]:
     config = read_hf_config(folder)
-    if not (folder / WEIGHTS_NAME).is_dir():
+    family_for(config).check(config)
+    if not (folder / STATE_NAME).is_dir():
         raise ConfigError(
-            f"a Megatron checkpoint folder must hold {WEIGHTS_NAME}/ beside config.json, got none in {folder}; "
-            "give a folder that was written with direction to_megatron"
+            f"a Megatron checkpoint folder must hold {STATE_NAME}/ beside config.json, got none in {folder}; "
+            "give a folder that a run or a conversion has written"
         )
     return config
 

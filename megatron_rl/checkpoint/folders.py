@@ -1,6 +1,7 @@
-"""Folders that appear whole or not at all."""
+"""Checkpoint folders as a file system sees them: where they are, and how they appear whole. Imports no Megatron."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,41 +9,76 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-PARTIAL_SUFFIX = ".partial"
+META_NAME = "meta.json"
+"""Written last into a training checkpoint: what it is a checkpoint of."""
+STATE_NAME = "state"
+"""Subfolder with the sharded tensors."""
+EXTRA_NAME = "extra"
+"""Subfolder with one file per part of the run that keeps state of its own."""
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """checkpoints/step_000020"""
+    return folder / f"step_{step:06}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints below folder, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / META_NAME).is_file()]
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step below folder; None when there is none."""
+    complete = checkpoints(Path(folder))
+    return complete[-1] if complete else None
+
+
+def read_extra(path: Path, name: str) -> bytes:
+    """What the part of the run called name gave to save_training_state. KeyError lists the names there are."""
+    file = Path(path) / EXTRA_NAME / name
+    if not file.is_file():
+        names = sorted(f.name for f in file.parent.iterdir()) if file.parent.is_dir() else []
+        raise KeyError(f"checkpoint {path} holds no state called {name!r}, only {names}")
+    return file.read_bytes()
 
 
 @contextmanager
-def new_folder(target: Path, group_world: object | None = None) -> Iterator[Path]:
-    """Yields an empty folder that takes target's name, and place, when the block ends without an exception.
+def new_folder(target: Path, *, collective: bool = False) -> Iterator[Path]:
+    """Yields an empty folder that takes target's name, and its place, when the block ends without an exception.
 
-    With group_world the block is collective: rank 0 makes and renames the folder, others wait. What a killed writer
-    leaves behind is removed by the next one.
+    collective: every rank enters; rank 0 makes and renames the folder and the others wait for it. What a killed writer
+    has left behind is removed by the next one.
     """
-    partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    collective = group_world is not None
-    first = not collective or dist.get_rank() == 0
-    if first:
+    partial, old = (target.with_name(target.name + suffix) for suffix in (".partial", ".old"))
+    writes = not collective or dist.get_rank() == 0
+    if writes:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    if collective:
-        dist.barrier()
+    _wait(collective)
     yield partial
-    if collective:
-        dist.barrier()
-    if first:
-        _replace(partial, target)
+    _wait(collective)
+    if writes:
+        _sync_files(partial)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    _wait(collective)
+
+
+def _wait(collective: bool) -> None:
     if collective:
         dist.barrier()
 
 
-def _replace(partial: Path, target: Path) -> None:
-    for file in partial.rglob("*"):
+def _sync_files(folder: Path) -> None:
+    """A rename must not reach the disk before what it names."""
+    for file in folder.rglob("*"):
         if file.is_file():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -31,7 +31,7 @@ class _Dumper(yaml.SafeDumper):
     """Knows the same floats as the loader, so that a string which looks like one is quoted. Writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return False
+        return True
 
 
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))

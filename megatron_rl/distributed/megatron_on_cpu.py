@@ -1,7 +1,7 @@
 """Megatron-Core 0.16 on a machine without a GPU: every change to it, each with its reason.
 
-Megatron asks torch.cuda for devices and random states. Those of its modules that do get a stand-in for `torch`, in which
-a few names answer for the CPU; torch itself stays as it is for everybody else in the process.
+Megatron asks torch.cuda for devices and random states. Those of its modules that do get a stand-in for `torch`, in
+which a few names answer for the CPU; torch itself stays as it is for everybody else in the process.
 """
 
 import importlib

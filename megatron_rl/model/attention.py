@@ -17,16 +17,24 @@ class PackedAttention(MegatronModule):
     Documents of similar length are padded into one batch: with a causal mask, right padding needs no mask of its own.
     """
 
-    def __init__(
-        self, config: TransformerConfig, *, softmax_scale: float | None = None, **_unused: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_unused: Any) -> None:
         super().__init__(config)
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Any, *, packed_seq_params: PackedDocuments, **_unused: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _attention_mask: Any,
+        *,
+        packed_seq_params: PackedDocuments,
+        **_unused: Any,
     ) -> Tensor:
-        """query [T, 1, heads, head_dim], key and value [T, 1, kv heads, head_dim] of this rank -> [T, 1, heads * head_dim]."""
+        """query [T, 1, heads, head_dim], key and value [T, 1, kv heads, head_dim] -> [T, 1, heads * head_dim].
+
+        T is the whole packed sequence, the heads are this rank's.
+        """
         documents = packed_seq_params
         assert documents.rope_cos is not None and documents.rope_sin is not None, "built by pack_documents"
         query = _Rotate.apply(query.squeeze(1), documents.rope_cos, documents.rope_sin)

@@ -6,16 +6,20 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import Platform
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.families import family_for
+from megatron_rl.model.families.family import HfConfig
 from megatron_rl.model.folder import check_model_folder
 from megatron_rl.model.layer import cpu_block_spec
 from megatron_rl.model.policy import PolicyModel
 
-__all__ = ["ModelConfig", "build_model"]
+__all__ = ["ModelConfig", "build_from_config", "build_model"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(
@@ -26,10 +30,18 @@ def build_model(
     Parameters have model_config.dtype and live on platform.device; gradients are summed over data-parallel ranks,
     not averaged (calculate_per_token_loss). ConfigError for a folder, an architecture or sizes that do not fit.
     """
-    hf_config = check_model_folder(model_config.path)
+    return build_from_config(check_model_folder(model_config.path), model_config.dtype, parallel, groups, platform)
+
+
+def build_from_config(
+    hf_config: HfConfig, dtype_name: str, parallel: ParallelConfig, groups: ParallelGroups, platform: Platform
+) -> PolicyModel:
+    """build_model for a config.json that was read already; dtype_name is torch's, such as bfloat16."""
     family = family_for(hf_config)
     family.check_parallel(hf_config, parallel)
-    dtype = getattr(torch, model_config.dtype)
+    if dtype_name not in DTYPES:
+        raise ConfigError(f"a model's dtype must be one of {sorted(DTYPES)}, got {dtype_name!r}; set model.dtype")
+    dtype = DTYPES[dtype_name]
     config = TransformerConfig(
         **family.transformer_kwargs(hf_config), **_platform_kwargs(platform), **_shared_kwargs(parallel, dtype)
     )
@@ -52,10 +64,10 @@ def build_model(
 def _mark_parameters(model: PolicyModel) -> None:
     """Tells Megatron's gradient norm and reductions which parameters are shards and which are experts.
 
-    Megatron marks shards while it initialises them, which is skipped here; unmarked, the norm would count only rank 0's.
-    Experts' gradients are summed over the expert data-parallel group. Megatron does so only for expert parallelism above
-    1; with experts whole on every tensor-parallel rank the groups differ at 1 as well, and one layout for all keeps
-    optimizer checkpoints alike.
+    Megatron marks shards while it initialises them, which is skipped here; unmarked, the norm would count only those
+    of rank 0. Experts' gradients are summed over the expert data-parallel group. Megatron does so only for expert
+    parallelism above 1; with experts whole on every tensor-parallel rank the groups differ at 1 as well, and one
+    layout for all keeps optimizer checkpoints alike.
     """
     parameters = dict(model.named_parameters())
     for part in model.weight_parts:

@@ -27,8 +27,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder as it stands; ConfigError when it is missing or no JSON object."""
     file = folder / "config.json"
     if not file.is_file():
+        problem = "no config.json in it" if folder.is_dir() else "no such folder"
         raise ConfigError(
-            f"a model folder must hold a config.json, got {folder} ({'no config.json in it' if folder.is_dir() else 'no such folder'}); "
+            f"a model folder must hold a config.json, got {folder} ({problem}); "
             "give the path of a Hugging Face model folder, or download one first"
         )
     try:

@@ -1,4 +1,4 @@
-"""The CPU's transformer layer: Megatron's attention and parallel linears around this project's norm, kernels and MoE."""
+"""The CPU's transformer layer: Megatron's attention and parallel linears with this project's norm, kernels and MoE."""
 
 from typing import Any
 

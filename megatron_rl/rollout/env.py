@@ -42,10 +42,15 @@ class Episode(Protocol):
 class Environment(Protocol):
     """A source of prompts and their judge."""
 
-    name: str
-    """In prompt ids and metrics; unique within a run."""
-    splits: tuple[str, ...]
-    """"train" and the held-out splits. No prompt is in two of them."""
+    @property
+    def name(self) -> str:
+        """In prompt ids and metrics; unique within a run."""
+        ...
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """train, then the held-out splits. No prompt is in two of them."""
+        ...
 
     def prompt(self, split: str, index: int) -> Prompt:
         """The index-th prompt of a split: the same on every call, machine and Python version.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.rewards.verify import ToolCallError, check_arguments, parse_tool_calls
+from megatron_rl.rewards.verify import ToolCall, ToolCallError, check_arguments, parse_tool_calls
 from megatron_rl.rollout.env import Message
 
 
@@ -28,46 +28,33 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-@dataclass(frozen=True)
-class ToolTurn:
-    """What came of the calls of one assistant turn."""
-
-    messages: list[Message]
-    """One tool message per call, in order; empty if the turn calls nothing."""
-    errors: list[ToolCallError]
-    """Calls that were refused."""
-
-
 class ToolBox:
     """The tools of one episode and the counts behind its signals."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._schemas = [tool.schema() for tool in tools]
         self._num_calls = self._num_well_formed = self._num_in_schema = 0
 
-    def run(self, assistant_text: str) -> ToolTurn:
-        """Runs every call of a turn, in order; a refused one does not stop the next."""
-        messages: list[Message] = []
-        errors: list[ToolCallError] = []
-        for call in parse_tool_calls(assistant_text):
-            self._num_calls += 1
-            if isinstance(call, ToolCallError):
-                error = call
-            else:
-                self._num_well_formed += 1
-                error = check_arguments(call, self._schemas)
-            if error is None:
-                self._num_in_schema += 1
-                content = self._tools[call.name].run(call.arguments)
-            else:
-                errors.append(error)
-                content = f"Fehler {error.kind}: {error.message}"
-            messages.append({"role": "tool", "content": content})
-        return ToolTurn(messages, errors)
+    def run(self, assistant_text: str) -> list[Message]:
+        """Runs every call of a turn, in order: one tool message each. A refused call does not stop the next."""
+        return [{"role": "tool", "content": self._answer_to(call)} for call in parse_tool_calls(assistant_text)]
+
+    def _answer_to(self, call: ToolCall | ToolCallError) -> str:
+        self._num_calls += 1
+        if isinstance(call, ToolCallError):
+            return f"error: {call.reason}"
+        self._num_well_formed += 1
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: unknown tool {call.name!r}; tools are {', '.join(self._tools)}"
+        faults = check_arguments(call.arguments, tool.parameters)
+        if faults:
+            return f"error: {'; '.join(faults)}"
+        self._num_in_schema += 1
+        return tool.run(call.arguments)
 
     def signals(self) -> dict[str, float]:
-        """tool_well_formed, tool_in_schema: shares of the calls so far (SPEC 2); absent before the first call."""
+        """tool_well_formed, tool_in_schema: shares of the calls so far; absent before the first call."""
         if not self._num_calls:
             return {}
         return {

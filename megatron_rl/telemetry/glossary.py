@@ -1,4 +1,4 @@
-"""What every known metric means, in one line for a reader who sees it for the first time, and where the page draws it."""
+"""What every known metric means, in one line for somebody new to it, and where the page draws it."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,9 @@ SECTIONS = (
             ),
             _GRADIENT_NORM,
             _LEARNING_RATE,
-            Panel("Trained tokens", "Assistant tokens in the step; prompts are read, not trained.", ("tokens/trained",)),
+            Panel(
+                "Trained tokens", "Assistant tokens in the step; prompts are read, not trained.", ("tokens/trained",)
+            ),
             Panel("Seconds per step", "Wall-clock time of one optimizer step.", ("perf/step_s",)),
             _THROUGHPUT,
         ),
@@ -77,7 +79,7 @@ SECTIONS = (
             ),
             Panel(
                 "Prompt groups",
-                "Groups of rollouts of one prompt: kept for training, or dropped, mostly because all rewards were equal.",
+                "Groups of rollouts of one prompt: kept for training, or dropped, mostly for equal rewards.",
                 ("groups/kept", "groups/drawn", "groups/dropped/*"),
             ),
         ),

@@ -114,7 +114,7 @@ def build_charts(series: Sequence[Series], run_names: Sequence[str]) -> tuple[li
 
 
 def _labels(members: list[int], series: Sequence[Series], run_names: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """The shortest label of each line that tells it from the others: the end of its name, and its run if there are two."""
+    """The shortest label that tells each line from the others: the end of its name, and its run if there are two."""
     names = list(dict.fromkeys(series[index].name for index in members))
     several_runs = len({series[index].run for index in members}) > 1
     shared = 0

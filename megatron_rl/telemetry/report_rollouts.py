@@ -1,4 +1,4 @@
-"""rollouts.jsonl -> the rollouts that the page holds: few enough to open at once, and the page says what was left out."""
+"""rollouts.jsonl -> the rollouts that the page holds: few enough to open at once; the page says what was left out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ MAX_ANSWER_TOKENS = 1500
 
 
 def choose_rollouts(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
-    """One entry per run that logged rollouts: {"run", "num_logged", "num_steps_logged", "num_shown", "steps": [...]}."""
+    """One entry per run that logged rollouts: {"run", "num_logged", "num_steps_logged", "num_shown", "steps"}."""
     chosen = []
     per_run = []
     for run, run_dir in enumerate(run_dirs):
@@ -53,7 +53,7 @@ def evenly_spaced(steps: Sequence[int], limit: int) -> list[int]:
 
 
 def _step(step: int, records: Sequence[TokenRecord], token_budget: int) -> dict[str, Any]:
-    """The step's first rollouts within the budget (one at least), by group; the prompt that a group shares is there once."""
+    """The step's first rollouts within the budget, one at least, by group; a shared prompt is there once."""
     groups: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
     spent = 0
     for record in records:

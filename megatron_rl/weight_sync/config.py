@@ -9,7 +9,7 @@ class WeightSyncConfig(ConfigModel):
     """The wire and its deadlines."""
 
     ucx_tls: str = Field(min_length=1, default="tcp,sm,self")
-    """UCX transports for the weights, on both sides; never left to UCX, which falls back to TCP without a word. On a cluster with InfiniBand for instance rc,sm,self."""
+    """UCX transports on both sides, never left to UCX, which falls back to TCP in silence. InfiniBand: rc,sm,self."""
     connect_timeout_s: float = Field(gt=0, default=300.0)
     """How long the first publish waits for an engine that is still starting."""
     transfer_timeout_s: float = Field(gt=0, default=120.0)

@@ -92,11 +92,13 @@ def test_no_file_names_a_machine_or_an_index() -> None:
     index_hosts = (
         r"(pypi|pythonhosted|download\.pytorch|registry\.npmjs|anaconda)\.(org|com)|--(extra-)?index-url|--find-links"
     )
-    assert matching_lines(f"{machine_paths}|{index_hosts}", texts()) == []
+    found = matching_lines(f"{machine_paths}|{index_hosts}", texts())
+    assert not found, "\n".join(found)
 
 
 def test_requirements_are_exact_pins_without_addresses() -> None:
-    assert matching_lines(r"https?://|file:|git\+|^-|\s@\s", texts("requirements/")) == []
+    found = matching_lines(r"https?://|file:|git\+|^-|\s@\s", texts("requirements/"))
+    assert not found, "\n".join(found)
     pinned("gpu.txt")
     names = [name for file in PINS for name in pinned(file)]
     assert sorted(set(names)) == sorted(names), "each distribution is pinned in one file"
@@ -124,14 +126,16 @@ def test_extras_and_install_requirements_are_pinned() -> None:
 
 def test_source_files_stay_short() -> None:
     lengths = {name: len(text.splitlines()) for name, text in texts("megatron_rl/", "kernels/", suffix=".py")}
-    assert {name: length for name, length in lengths.items() if length >= MAX_LINES} == {}
+    long = {name: length for name, length in lengths.items() if length >= MAX_LINES}
+    assert not long, f"split these: {long}"
 
 
 def test_only_gpu_tests_are_skipped() -> None:
     skips = r"(mark\.|pytest\.|unittest\.|\bself\.|@)(skip|skipif|xfail|skipTest|importorskip)\b"
     elsewhere = ((name, text) for name, text in texts("tests/") if name != "tests/conftest.py")
     outside_gpu = ((name, text) for name, text in elsewhere if not name.startswith("tests/gpu/"))
-    assert matching_lines(skips, outside_gpu) == []
+    found = matching_lines(skips, outside_gpu)
+    assert not found, "\n".join(found)
 
 
 def test_test_folders_are_no_packages_and_file_names_are_unique() -> None:

@@ -62,7 +62,7 @@ def test_a_refused_call_is_told_and_may_be_corrected(text: str, said: str) -> No
     refused = episode.step(text)
     assert (refused.done, refused.reward) == (False, None)
     (reply,) = refused.messages
-    assert reply["role"] == "tool" and reply["content"].startswith("Fehler") and said in reply["content"]
+    assert reply["role"] == "tool" and reply["content"].startswith("error: ") and said in reply["content"]
     corrected = episode.step(call(RIGHT))
     assert (corrected.done, corrected.reward) == (True, 1.0)
     assert corrected.signals["tool_in_schema"] == 0.5

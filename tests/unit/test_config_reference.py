@@ -36,6 +36,23 @@ class Node(ConfigModel):
     """Names."""
 
 
+class Ring(ConfigModel):
+    """Contains itself through another model."""
+
+    link: "Link | None" = None
+    """Link."""
+
+
+class Link(ConfigModel):
+    """Goes back."""
+
+    ring: Ring | None = None
+    """Ring."""
+
+
+Ring.model_rebuild()
+
+
 class Bare(ConfigModel):
     """Forgets its docstrings."""
 
@@ -84,6 +101,9 @@ def test_every_key_has_its_row_and_every_model_its_section() -> None:
 
 def test_a_model_that_contains_itself_ends() -> None:
     assert "### child" not in config_reference([("first", Node)])
+    page = config_reference([("ring", Ring)])
+    assert page.count("### link") == 1 and "### link.ring" not in page
+    assert fields_without_description(Ring) == []
 
 
 def test_the_page_is_the_same_each_time() -> None:

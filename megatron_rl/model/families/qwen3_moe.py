@@ -169,7 +169,9 @@ def _layer_parts(layer: int, sizes: _Sizes) -> list[WeightPart]:
             "columns",
         )
     )
-    parts.append(WeightPart(f"{hf}.mlp.gate.weight", (sizes.num_experts, sizes.hidden), (f"{mcore}.mlp.router.weight",)))
+    parts.append(
+        WeightPart(f"{hf}.mlp.gate.weight", (sizes.num_experts, sizes.hidden), (f"{mcore}.mlp.router.weight",))
+    )
     return parts + [part for expert in range(sizes.num_experts) for part in _expert_parts(layer, expert, sizes)]
 
 

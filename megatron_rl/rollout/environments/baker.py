@@ -56,7 +56,7 @@ class Baker:
     """Environment: one problem, one booking."""
 
     Options = BakerOptions
-    splits: tuple[str, ...] = SPLITS
+    splits = SPLITS
 
     def __init__(self, options: BakerOptions, *, name: str = "baker") -> None:
         self.name = name
@@ -98,10 +98,10 @@ class BakerEpisode:
 
     def step(self, assistant_text: str) -> StepOutcome:
         """Reward 1 for exactly one booking, of the right amount as income; 0 for any other ending."""
-        turn = self._tools.run(assistant_text)
-        done = bool(self._bookings) or not turn.messages
+        replies = self._tools.run(assistant_text)
+        done = bool(self._bookings) or not replies
         reward = float(self._is_right()) if done else None
-        return StepOutcome(messages=turn.messages, done=done, reward=reward, signals=self._tools.signals())
+        return StepOutcome(messages=replies, done=done, reward=reward, signals=self._tools.signals())
 
     def _is_right(self) -> bool:
         if len(self._bookings) != 1:

@@ -51,7 +51,7 @@ class ReasoningGym:
     """Environment: a question, an answer in <answer> tags, the data set's own score."""
 
     Options = ReasoningGymOptions
-    splits: tuple[str, ...] = ("train", "heldout")
+    splits = ("train", "heldout")
 
     def __init__(self, options: ReasoningGymOptions, *, name: str = "reasoning_gym") -> None:
         import reasoning_gym

@@ -2,7 +2,7 @@
 
 import hashlib
 
-HELD_OUT_SHARE = 0.0
+HELD_OUT_SHARE = 0.2
 """Share of all keys that no training prompt uses."""
 
 

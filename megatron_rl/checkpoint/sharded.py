@@ -1,0 +1,50 @@
+"""Model and optimizer as Megatron's torch_dist checkpoint, which any parallel layout can read."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.model.policy import PolicyModel
+
+
+def save_sharded(
+    folder: Path, model: PolicyModel, groups: ParallelGroups, optimizer: MegatronOptimizer | None = None
+) -> None:
+    """Every rank writes its main replicas into the existing empty folder. Collective.
+
+    The optimizer must have made a step: before it, there is no state to save.
+    """
+    dist_checkpointing.save(_sharded_state(model, groups, optimizer, is_loading=False), str(folder))
+
+
+def load_sharded(
+    folder: Path, model: PolicyModel, groups: ParallelGroups, optimizer: MegatronOptimizer | None = None
+) -> None:
+    """Fills model and optimizer, whatever layout wrote them; every parameter is proven written. Collective."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    loaded = dist_checkpointing.load(_sharded_state(model, groups, optimizer, is_loading=True), str(folder))
+    model.load_state_dict(loaded["model"])
+    unwritten = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
+    assert not unwritten, f"loading {folder} left {unwritten} unwritten"
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _sharded_state(
+    model: PolicyModel, groups: ParallelGroups, optimizer: MegatronOptimizer | None, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.pg.dp_cp,
+    }
+    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, metadata=metadata)
+    return state

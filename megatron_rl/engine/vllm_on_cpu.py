@@ -1,0 +1,35 @@
+"""What vLLM 0.32 gets wrong on the CPU, each with its reason. The only place that changes vLLM's code."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def repack_experts_after_reload() -> None:
+    """A weight reload copies unquantised expert weights into the packed storage without packing them.
+
+    UnquantizedFusedMoEMethod._setup_kernel packs for the CPU's grouped GEMM on the first load only. Without this the
+    experts compute with shuffled weights after every update: log-probs are off by 1-2 nats, and nothing is reported.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    original = UnquantizedFusedMoEMethod._setup_kernel
+
+    def setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_reload = self.moe_kernel is not None
+        original(self, layer=layer, w13=w13, w2=w2)
+        if is_reload:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
+
+
+PATCHES: dict[str, Callable[[], None]] = {"repack_experts_after_reload": repack_experts_after_reload}
+_applied: set[str] = set()
+
+
+def apply() -> None:
+    """Applies every patch once per process."""
+    for name, patch in PATCHES.items():
+        if name not in _applied:
+            patch()
+            _applied.add(name)

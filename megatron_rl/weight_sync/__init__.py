@@ -1,0 +1,1 @@
+"""New weights from the trainer into running engines: versioned, checksummed, all or nothing."""
