@@ -1,4 +1,4 @@
-"""Writes run folders that look like an SFT and an RL run, through the project's own writers; for tests of what reads them.
+"""Writes run folders that look like an SFT and an RL run, through the project's own writers; for tests of readers.
 
 Load it with runpy.run_path: the tests are no package.
 """
@@ -14,7 +14,7 @@ from megatron_rl.telemetry.sinks import MetricsWriter
 from megatron_rl.telemetry.values import Last, Max, Mean, Rate
 
 NASTY_TOKENS = ["</script>", "<script>", "<b>", "&amp;", "\n", "\t", " ", "", "\u2028", "ü", "€", "<!--", "<|im_end|>"]
-_PROMPT = "<|im_start|>user\nIn der Bäckerei kosten 3 Brötchen je 0,45 €. Was zahlt Frau Özil?<|im_end|>\n".split(" ")
+_PROMPT = "<|im_start|>user\nIn der Bäckerei kosten 3 Brötchen je 0,45 €. Was zahlt Frau Özil?<|im_end|>\n"
 _ANSWER = '<|im_start|>assistant\nSie zahlt <tool_call> {"menge": 3, "preis": 0.45} </tool_call> also 1,35 €.<|im_end|>'
 
 
@@ -92,13 +92,15 @@ def write_rl_run(run_dir: Path, *, steps: int = 24, seed: int = 0, rollouts_per_
 
 
 def rollout_records(step: int, count: int, *, skill: float, noise: random.Random) -> Sequence[TokenRecord]:
-    """Groups of eight attempts; a few tokens masked, one without an engine log-prob, ratios that spread with the step."""
+    """Groups of eight attempts; a few tokens masked, one without an engine log-prob, ratios wider with every step."""
     records = []
     for index in range(count):
         group = f"baker/train/{step * 100 + index // 8}"
         answer = _ANSWER.split(" ") + (NASTY_TOKENS if index % 8 == 0 else [])
-        tokens = [f"{word} " for word in _PROMPT] + [word if word in NASTY_TOKENS else f"{word} " for word in answer]
-        trained = [False] * len(_PROMPT) + [True] * len(answer)
+        tokens = [f"{word} " for word in _PROMPT.split(" ")] + [
+            word if word in NASTY_TOKENS else f"{word} " for word in answer
+        ]
+        trained = [False] * (len(tokens) - len(answer)) + [True] * len(answer)
         engine = [math.log(0.02 + 0.97 * noise.random()) if t else None for t in trained]
         policy = [None if e is None else min(-1e-6, e + noise.gauss(0, 0.004 * step)) for e in engine]
         if index == 1:

@@ -2,10 +2,9 @@
 
 from typing import Literal
 
+from megatron_rl_kernels.linear_logprob.reference import LogprobOut, reference_linear_logprob
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-from megatron_rl_kernels.linear_logprob.reference import LogprobOut, reference_linear_logprob
 
 __all__ = ["LogprobOut", "linear_logprob"]
 

@@ -3,9 +3,10 @@
 With z the logits over temperature, p = softmax(z), u one-hot of the token, H the entropy and (g, e) what the loss sends
 back to (log p[token], H):
     d/dz = g (u - p) - e p (log p + H)
-The backward forms z again, chunk by chunk: one matmul more than keeping it, and no [T, V] tensor.
-Low-precision inputs are taken to float32 before the matmul (their products are exact there), so the only rounding to
-the input's precision is that of the gradients returned.
+The backward starts with the chunk whose logits the forward formed last, and forms the others again: up to one matmul in
+four more than keeping them all, and no [T, V] tensor.
+Low-precision inputs are taken to float32 in front of the matmul, where their products are exact: what is rounded to the
+inputs' precision is the gradients, once.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +17,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
-"""Logits held at a time: on the CPU 2 MiB, so that the passes over them stay in cache."""
+_CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+"""Logits formed at a time, chosen by measurement on the CPU; on GPUs 512 MiB."""
 _LEAST_CHUNK = 64
-"""Rows below which the matmul itself gets slow, however large V is."""
+"""Rows below which the matmuls themselves get slow, however large V is."""
 
 
 class LogprobOut(NamedTuple):
     """Per token, natural logs, float32."""
 
     logp: Tensor
-    """[T]: log-prob of the token, never above 0."""
+    """[T]: log-prob of the token."""
     entropy: Tensor
     """[T]: of the whole distribution."""
 
@@ -45,7 +46,7 @@ def reference_linear_logprob(
     _check_arguments(hidden_TH, head_VH, token_ids, vocab_start, temperature, chunk)
     if chunk is None:
         budget = _CHUNK_ELEMENTS.get(hidden_TH.device.type, _CHUNK_ELEMENTS["cuda"])
-        chunk = max(_LEAST_CHUNK, budget // head_VH.shape[0])
+        chunk = max(_LEAST_CHUNK, budget // len(head_VH))
     logp, entropy = _LinearLogprob.apply(hidden_TH, head_VH, token_ids, vocab_start, group, 1.0 / temperature, chunk)
     return LogprobOut(logp, entropy)
 
@@ -64,36 +65,34 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         local_ids = token_ids - vocab_start
-        stats = _shard_stats(hidden_TH, head_VH, local_ids, inverse_temperature, chunk)
-        logp, entropy, log_normaliser = _merge_shards(*stats, group)
-        ctx.save_for_backward(hidden_TH, head_VH, local_ids, log_normaliser, entropy)
+        stats, last_logits = _shard_stats(hidden_TH, head_VH, local_ids, inverse_temperature, chunk)
+        logp, entropy, log_share = _merge_shards(stats, group)
+        ctx.save_for_backward(hidden_TH, head_VH, local_ids, log_share, entropy, last_logits)
         ctx.group, ctx.inverse_temperature, ctx.chunk = group, inverse_temperature, chunk
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TH, head_VH, local_ids, log_normaliser, entropy = ctx.saved_tensors
+        hidden_TH, head_VH, local_ids, log_share, entropy, logits = ctx.saved_tensors
         grad_logp, grad_entropy = grads
-        if grad_logp is None:
-            grad_logp = torch.zeros_like(log_normaliser)
+        grad_logp = torch.zeros_like(log_share) if grad_logp is None else grad_logp
         head32_VH = head_VH.float()
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_TH, dtype=torch.float32) if needs_hidden else None
         grad_head = torch.zeros_like(head32_VH) if needs_head else None
-        for rows in _chunks(len(hidden_TH), ctx.chunk):
+        scratch = torch.empty(min(ctx.chunk, len(hidden_TH)), len(head_VH), device=head_VH.device)
+        for rows in reversed(_chunks(len(hidden_TH), ctx.chunk)):
             hidden32 = hidden_TH[rows].float()
-            slope = _logit_gradient(
-                _logits(hidden32, head32_VH, ctx.inverse_temperature).sub_(log_normaliser[rows, None]),
-                local_ids[rows],
-                grad_logp[rows],
-                None if grad_entropy is None else grad_entropy[rows],
-                entropy[rows],
-            )
+            if logits is None:
+                logits = _logits(hidden32, head32_VH, ctx.inverse_temperature)
+            row_entropy = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
+            slope = _logit_gradient(logits, local_ids[rows], log_share[rows], grad_logp[rows], row_entropy, scratch)
             if grad_hidden is not None:
                 torch.mm(slope, head32_VH, out=grad_hidden[rows])
             if grad_head is not None:
                 grad_head.addmm_(slope.t(), hidden32, alpha=ctx.inverse_temperature)
+            logits = None
         if grad_hidden is not None:
             grad_hidden.mul_(ctx.inverse_temperature)
             if ctx.group is not None and len(hidden_TH):
@@ -104,68 +103,93 @@ class _LinearLogprob(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None, None, None
 
 
+class _ShardStats(NamedTuple):
+    """What one vocabulary shard says about each token; [T], float32."""
+
+    peak: Tensor
+    """Largest z."""
+    log_sum: Tensor
+    """log of the sum of exp(z - peak)."""
+    mean: Tensor
+    """Mean of z - peak under the shard's own softmax."""
+    taken: Tensor
+    """z of the token; 0 if the shard does not hold it."""
+    here: Tensor
+    """1 if the shard holds the token, else 0."""
+
+
 def _shard_stats(
     hidden_TH: Tensor, head_VH: Tensor, local_ids: Tensor, inverse_temperature: float, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """(largest logit m [T], sums [4, T]) of this shard.
-
-    sums: exp(z - m), exp(z - m) (z - m), the token's z (0 if not here), whether the token is here.
-    """
-    peak = hidden_TH.new_empty(len(hidden_TH), dtype=torch.float32)
-    sums = peak.new_empty(4, len(peak))
+) -> tuple[_ShardStats, Tensor]:
+    """(stats, logits of the last chunk up to one constant per row)."""
+    num_tokens, shard_size = len(hidden_TH), len(head_VH)
+    here = (local_ids >= 0) & (local_ids < shard_size)
+    columns = local_ids.clamp(0, shard_size - 1)[:, None]
     head32_VH = head_VH.float()
-    shard_size = len(head_VH)
-    sums[3] = (local_ids >= 0) & (local_ids < shard_size)
-    for rows in _chunks(len(peak), chunk):
+    peak, log_sum, mean, taken = head32_VH.new_empty(4, num_tokens)
+    logits = head32_VH.new_empty(0, shard_size)
+    scratch = head32_VH.new_empty(min(chunk, num_tokens), shard_size)
+    for rows in _chunks(num_tokens, chunk):
         logits = _logits(hidden_TH[rows].float(), head32_VH, inverse_temperature)
-        taken = logits.gather(1, local_ids[rows, None].clamp(0, shard_size - 1)).squeeze(1)
-        sums[2, rows] = torch.where(sums[3, rows] > 0, taken, 0.0)
+        taken[rows] = logits.gather(1, columns[rows]).squeeze(1)
         torch.amax(logits, dim=1, out=peak[rows])
         logits.sub_(peak[rows, None])
-        weights = logits.exp()
-        torch.sum(weights, dim=1, out=sums[0, rows])
-        torch.sum(weights.mul_(logits), dim=1, out=sums[1, rows])
-    return peak, sums
+        # On CPUs torch's softmax is five times faster than its exp. Its largest entry is 1 over the sum of exp.
+        probs = torch.softmax(logits, dim=1, out=scratch[: len(logits)])
+        log_sum[rows] = -probs.amax(dim=1).log_()
+        torch.sum(probs.mul_(logits), dim=1, out=mean[rows])
+    return _ShardStats(peak, log_sum, mean, torch.where(here, taken, 0.0), here.float()), logits
 
 
-def _merge_shards(
-    shard_peak: Tensor, sums: Tensor, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, entropy, log of the sum of exp z), [T] each, over all shards. ValueError for an id without a shard."""
-    peak = shard_peak
+def _merge_shards(stats: _ShardStats, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob, entropy, log of the share of probability in this shard), [T] each. ValueError: an id without a shard."""
+    peak = stats.peak
     if group is not None and len(peak):
-        peak = shard_peak.clone()
+        peak = peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        shift = shard_peak - peak
-        sums[1] += shift * sums[0]
-        sums[:2] *= shift.exp()
+    shift = stats.peak - peak
+    log_mass = shift + stats.log_sum
+    mass = log_mass.exp()
+    sums = torch.stack([mass, mass * (stats.mean + shift), stats.taken, stats.here])
+    if group is not None and len(peak):
         dist.all_reduce(sums, group=group)
     total, weighted, taken, owners = sums
-    # Every rank sees the same sum, so all of them raise.
-    if bool((owners != 1).any()):
-        row = int((owners != 1).nonzero()[0])
+    if bool((owners != 1).any()):  # the same sums on every rank: all of them raise, or none
+        position = int((owners != 1).nonzero()[0])
         raise ValueError(
-            f"token_ids must lie in exactly one vocabulary shard, got one at position {row} that lies in "
-            f"{int(owners[row])}; check the ids, vocab_start and that the tokenizer fits the model"
+            f"every token id must lie in exactly one vocabulary shard, got one in {int(owners[position])} at position "
+            f"{position}; check the ids, vocab_start, and that tokenizer and model belong together"
         )
     log_total = total.log()
-    return taken - peak - log_total, log_total - weighted / total, peak + log_total
+    return (taken - peak) - log_total, log_total - weighted / total, log_mass - log_total
 
 
 def _logit_gradient(
-    logp_cV: Tensor, local_ids: Tensor, grad_logp: Tensor, grad_entropy: Tensor | None, entropy: Tensor
+    logits_cV: Tensor,
+    local_ids: Tensor,
+    log_share: Tensor,
+    grad_logp: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    scratch: Tensor,
 ) -> Tensor:
-    """d loss / d z of one chunk, [c, V] of this shard. Overwrites logp_cV."""
-    if grad_entropy is None:
-        slope = logp_cV.exp_().mul_(-grad_logp[:, None])
+    """d loss / d z of one chunk in this shard, [c, V]. entropy: (what the loss sends back to it, its value), or None.
+
+    logits may be off by a constant per row; they and scratch are overwritten.
+    """
+    probs = torch.softmax(logits_cV, dim=1, out=scratch[: len(logits_cV)])
+    share = log_share.exp()
+    if entropy is None:
+        slope = probs.mul_((-grad_logp * share)[:, None])
     else:
-        # -p (g + e (log p + H)); where p underflows to 0, log p is still finite.
-        probs = logp_cV.exp()
-        slope = logp_cV.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logp[:, None]).mul_(probs).neg_()
-    here = (local_ids >= 0) & (local_ids < slope.shape[1])
-    columns = local_ids.clamp(0, slope.shape[1] - 1)
-    slope.scatter_add_(1, columns[:, None], torch.where(here, grad_logp, 0.0)[:, None])
-    return slope
+        grad_entropy, value = entropy
+        # log p + H = z - log sum exp z (of this shard) + log share + H
+        offset = logits_cV.amax(dim=1) - probs.amax(dim=1).log_() - log_share - value
+        slope = logits_cV.sub_(offset[:, None])
+        slope.mul_((-grad_entropy * share)[:, None]).sub_((grad_logp * share)[:, None]).mul_(probs)
+    shard_size = slope.shape[1]
+    here = (local_ids >= 0) & (local_ids < shard_size)
+    columns = local_ids.clamp(0, shard_size - 1)[:, None]
+    return slope.scatter_add_(1, columns, torch.where(here, grad_logp, 0.0)[:, None])
 
 
 def _logits(hidden_cH: Tensor, head_VH: Tensor, inverse_temperature: float) -> Tensor:

@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_rl.distributed.groups import ParallelGroups
@@ -18,7 +25,8 @@ def save_sharded(
 
     The optimizer must have made a step: before it, there is no state to save.
     """
-    dist_checkpointing.save(_sharded_state(model, groups, optimizer, is_loading=False), str(folder))
+    state = _sharded_state(model, groups, optimizer, is_loading=False)
+    dist_checkpointing.save(state, str(folder), _InProcessSave("torch_dist", 1))
 
 
 def load_sharded(
@@ -34,6 +42,24 @@ def load_sharded(
     assert not unwritten, f"loading {folder} left {unwritten} unwritten"
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """torch_dist written by this process itself.
+
+    Megatron's own writer starts a manager process that outlives a killed trainer, forks for every save, and asks CUDA
+    to synchronise; the files are the same.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        state, *_ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
 
 
 def _sharded_state(

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from megatron_rl.config import ConfigError, ConfigModel
+from megatron_rl.config.load import load_config, read_tree
 from megatron_rl.data.sft import SftDataConfig
 from megatron_rl.distributed.device import PlatformKind
 from megatron_rl.distributed.config import ParallelConfig

@@ -1,0 +1,1 @@
+"""Conversations to token samples, and samples to packed batches."""

@@ -1,15 +1,80 @@
+"""The order of SFT samples: shuffled epochs without end, the same after every restart and for any number of ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
-from megatron_rl.records import StepBatch
-from .packing import pack_for_ranks
+
+from megatron_rl.config import ConfigError, DataError
+from megatron_rl.data.packing import num_positions, pack_for_ranks
+from megatron_rl.data.sft import SftDataConfig
+from megatron_rl.records import Sample, StepBatch
+
+
 class SftStream:
-    def __init__(self, samples, *, config, seed, data_parallel_size, pad_multiple, pad_id):
-        self.s=samples; self.c=config; self.seed=seed; self.a=dict(data_parallel_size=data_parallel_size,pad_multiple=pad_multiple,pad_id=pad_id); self.n=0
-    def next_step(self, step):
-        ids=[]
-        for i in range(self.n,self.n+self.c.samples_per_step):
-            e,p=divmod(i,len(self.s)); ids.append(np.random.default_rng([self.seed,e]).permutation(len(self.s))[p])
-        self.n+=self.c.samples_per_step
-        b=[self.s[i] for i in ids]
-        return StepBatch(step,pack_for_ranks(b,capacity=self.c.microbatch_tokens,**self.a),int(sum(s.loss_mask.sum() for s in b)))
-    def state_dict(self): return {"n":self.n}
-    def load_state_dict(self,d): self.n=d["n"]
+    """Draws samples_per_step samples per step; an epoch's rest is carried over, so each sample occurs once per epoch.
+
+    The order within an epoch is drawn from (seed, epoch) alone. DataError without samples, or for one that fits no
+    microbatch.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        config: SftDataConfig,
+        seed: int,
+        data_parallel_size: int,
+        pad_multiple: int = 1,
+        pad_id: int = 0,
+    ) -> None:
+        if not samples:
+            raise DataError("data.train must have at least one conversation, got none; add files with rows")
+        num_positions(samples, capacity=config.microbatch_tokens)
+        self._samples, self._config, self._seed = samples, config, seed
+        self._data_parallel_size, self._pad_multiple, self._pad_id = data_parallel_size, pad_multiple, pad_id
+        self._epoch, self._position = 0, 0
+        self._order = self._epoch_order()
+
+    def next_step(self, step: int) -> StepBatch:
+        """The next samples_per_step samples, packed for the ranks."""
+        samples = [self._samples[self._draw()] for _ in range(self._config.samples_per_step)]
+        microbatches = pack_for_ranks(
+            samples,
+            capacity=self._config.microbatch_tokens,
+            data_parallel_size=self._data_parallel_size,
+            pad_multiple=self._pad_multiple,
+            pad_id=self._pad_id,
+        )
+        num_trained = sum(batch.num_trained for rank in microbatches for batch in rank)
+        return StepBatch(step=step, microbatches=microbatches, num_trained=num_trained)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands: plain integers. position counts the samples already drawn in this epoch."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "num_samples": len(self._samples),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where the state was taken. ConfigError if seed or data are not the ones it was taken with."""
+        for name, own in (("seed", self._seed), ("num_samples", len(self._samples))):
+            if state[name] != own:
+                raise ConfigError(
+                    f"a run must resume with the {name} of its training data at the start, {state[name]}, got {own}; "
+                    f"restore it or start in a new run folder"
+                )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order()
+
+    def _draw(self) -> int:
+        if self._position == len(self._samples):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epoch_order()
+        self._position += 1
+        return int(self._order[self._position - 1])
+
+    def _epoch_order(self) -> np.ndarray:
+        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._samples))

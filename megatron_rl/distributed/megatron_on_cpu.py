@@ -119,12 +119,6 @@ def bf16_master_weights() -> None:
     optimizer_class.__init__ = build_with_cuda_names
 
 
-def checkpoint_writing() -> None:
-    """Saving waits for CUDA copies and agrees on its success through a tensor on the current CUDA device."""
-    _torch_of("dist_checkpointing.strategies.filesystem_async").cuda.synchronize = lambda: None
-    _current_device_is_cpu("dist_checkpointing.strategies.state_dict_saver")
-
-
 PATCHES: dict[str, Callable[[], None]] = {
     patch.__name__: patch
     for patch in (
@@ -136,7 +130,6 @@ PATCHES: dict[str, Callable[[], None]] = {
         gradient_norm,
         gradient_clipping,
         bf16_master_weights,
-        checkpoint_writing,
     )
 }
 

@@ -14,9 +14,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
+from megatron_rl.engine import vllm_on_cpu
 from megatron_rl.records import TensorSlot, WeightManifest
 from megatron_rl.weight_sync.errors import WeightsLostError
 from megatron_rl.weight_sync.nixl import NixlArena
@@ -103,12 +105,15 @@ class ArenaTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateInfo]):
         """HF tensors into the running model's own storage, layer by layer."""
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(weights)
+            self.model.load_weights(weights)  # pyright: ignore[reportCallIssue]
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
+            if current_platform.is_cpu():
+                vllm_on_cpu.repack_tied_head(self.model)
 
     def _load_checkpoint(self) -> None:
         loader = get_model_loader(self.vllm_config.load_config)
+        assert isinstance(loader, DefaultModelLoader), f"engines start from safetensors, got {type(loader).__name__}"
         self._load(loader.get_all_weights(self.model_config, self.model))
 
     def _open_receiver(self) -> WeightReceiver:

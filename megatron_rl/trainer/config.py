@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.checkpoint.config import CheckpointConfig
 from megatron_rl.config import ConfigModel
@@ -17,8 +17,8 @@ class OptimizerConfig(ConfigModel):
     """Shape of the learning rate after the warm-up; linear and cosine end at final_lr_fraction * lr."""
     warmup_steps: int = Field(ge=0, default=0)
     """Steps of linear warm-up from lr / warmup_steps."""
-    final_lr_fraction: float = Field(ge=0, le=1, default=0.1)
-    """Share of lr left at the last step; constant schedules ignore it and refuse another value."""
+    final_lr_fraction: float | None = Field(ge=0, le=1, default=None)
+    """Share of lr left at the last step of a linear or cosine schedule; null: 0.1. Not for constant."""
     weight_decay: float = Field(ge=0, default=0.0)
     """Decoupled weight decay; biases and norm gains are exempt."""
     beta1: float = Field(ge=0, lt=1, default=0.9)
@@ -30,12 +30,14 @@ class OptimizerConfig(ConfigModel):
     clip_grad: float = Field(gt=0, default=1.0)
     """Global gradient norm above which gradients are scaled down."""
 
-    def model_post_init(self, _context: object) -> None:
-        if self.schedule == "constant" and "final_lr_fraction" in self.model_fields_set and self.final_lr_fraction != 1:
+    @model_validator(mode="after")
+    def _no_option_without_effect(self) -> "OptimizerConfig":
+        if self.schedule == "constant" and self.final_lr_fraction is not None:
             raise ValueError(
                 f"final_lr_fraction has no effect with schedule constant, got {self.final_lr_fraction}; "
                 "remove it or choose linear or cosine"
             )
+        return self
 
 
 class TrainerConfig(ConfigModel):

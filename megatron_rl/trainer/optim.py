@@ -20,7 +20,8 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
         return config.lr
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
     shape = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * shape)
+    final = 0.1 if config.final_lr_fraction is None else config.final_lr_fraction
+    return config.lr * (final + (1.0 - final) * shape)
 
 
 class PolicyOptimizer:

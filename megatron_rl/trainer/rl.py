@@ -24,6 +24,7 @@ from megatron_rl.loss.head import rl_loss
 from megatron_rl.model.build import ModelConfig, build_model
 from megatron_rl.model.forward import DeviceBatch, taken_logprobs
 from megatron_rl.model.hf_weights import export_hf, hf_layout
+from megatron_rl.model.router_margin import watch_routers
 from megatron_rl.records import PackedBatch, StepBatch, wire
 from megatron_rl.telemetry.rollouts import RolloutLog, TokenRecord
 from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_status
@@ -31,7 +32,7 @@ from megatron_rl.telemetry.values import Last, from_wire, reduce_over_ranks
 from megatron_rl.trainer.config import RlTrainerConfig
 from megatron_rl.trainer.link import OrchestratorLink
 from megatron_rl.trainer.optim import PolicyOptimizer, learning_rate
-from megatron_rl.trainer.probe import check_probe, probe_batch
+from megatron_rl.trainer.probe import ProbeResult, WeightProbe
 from megatron_rl.trainer.rollout_log import token_records
 from megatron_rl.trainer.step import train_step
 from megatron_rl.weight_sync.publisher import Publisher, WeightSyncConfig
@@ -81,7 +82,7 @@ class RlTrainer:
             controls,
             config=job.weight_sync,
         )
-        self.probe_ids, self.probe = probe_batch(self.tokenizer, pad_multiple=groups.tp_size)
+        self.probe = WeightProbe(self.tokenizer, pad_multiple=groups.tp_size)
         self.controls = controls
         self.metrics_writer = MetricsWriter(job.run_dir) if is_writer else None
         self.rollout_log = RolloutLog(job.run_dir) if is_writer else None
@@ -175,16 +176,26 @@ class RlTrainer:
         started = time.monotonic()
         self.publisher.publish(self.step)
         publish_s = time.monotonic() - started
-        with torch.no_grad():
-            out = taken_logprobs(self.policy.ddp, DeviceBatch.from_packed(self.probe, self.platform.device), self.groups)
-        error = check_probe(
+        probe = self._check_engines()
+        return {
+            "weights/publish_s": Last(publish_s),
+            "weights/probe_max_error": Last(probe.max_error),
+            "weights/probe_excused_tokens": Last(probe.num_excused),
+        }
+
+    def _check_engines(self) -> ProbeResult:
+        """The probe texts on both sides; WeightProbeError on rank 0, where the engines are known."""
+        batch = DeviceBatch.from_packed(self.probe.batch, self.platform.device)
+        with torch.no_grad(), watch_routers(self.model) as routers:
+            out = taken_logprobs(self.policy.ddp, batch, self.groups)
+        margin = routers.smallest(self.groups).cpu().numpy()
+        return self.probe.check(
             self.controls,
-            self.probe_ids,
-            out.logp[: len(self.probe_ids) - 1].float().cpu(),
+            out.logp.float().cpu().numpy(),
+            margin if self.job.model.dtype == "float32" else None,
             version=self.step,
             tolerance=self.job.trainer.probe_tolerance,
         )
-        return {"weights/publish_s": Last(publish_s), "weights/probe_max_error": Last(error)}
 
     def _evaluate(self) -> None:
         self._status(f"evaluating version {self.step} on held-out prompts")

@@ -1,13 +1,22 @@
 """The tiny model: reproducible, small, with a template whose mask and tool calls are what training needs."""
 
+import asyncio
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_rl.cli.tiny import TinyPaths, make_tiny
+from megatron_rl.data.render import ChatRenderer
 from megatron_rl.rollout.environments.baker import Baker, BakerOptions
+from megatron_rl.rollout.environments.baker_trace import TraceNoise, baker_trace
+from megatron_rl.rollout.run import RolloutConfig, run_rollout
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +36,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_same_seed_writes_the_same_bytes(tiny: TinyPaths, tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
     again = make_tiny(tmp_path, seed=0, num_train=300, num_heldout=20)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state is left alone"
     for path in sorted(tiny.model.iterdir()):
         assert path.read_bytes() == (again.model / path.name).read_bytes(), path.name
     assert tiny.train.read_bytes() == again.train.read_bytes()
@@ -111,3 +123,35 @@ def test_digits_are_single_tokens_and_tool_marks_survive_skipping_special_tokens
     ids = tokenizer("<tool_call>{}</tool_call><|im_end|>")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
     assert len(tokenizer) == 512
+
+
+class Replay:
+    """Samples what a rendered conversation says, turn by turn; fails if it is asked to go on from other tokens."""
+
+    def __init__(self, conversation: list[int]) -> None:
+        self._conversation = conversation
+
+    async def generate(self, prompt_ids: Sequence[int], *, stop_token_ids: Sequence[int], **options: Any) -> Any:
+        start = len(prompt_ids)
+        assert self._conversation[:start] == list(prompt_ids)
+        end = start + next(i for i, token in enumerate(self._conversation[start:]) if token in stop_token_ids) + 1
+        ids = np.array(self._conversation[start:end], dtype=np.int32)
+        return SimpleNamespace(
+            token_ids=ids, logp=np.zeros(len(ids)), weight_version=np.zeros(len(ids)), finish_reason="stop"
+        )
+
+
+def test_a_rollout_with_a_tool_error_has_the_tokens_and_mask_of_the_rendered_conversation(tokenizer: Any) -> None:
+    renderer, env = ChatRenderer(tokenizer), Baker(BakerOptions(level="full", decoy_tool=True))
+    noise = TraceNoise(string_value=1.0, wrong_result=0.0, repaired=1.0)
+    for index in range(20):
+        prompt = env.prompt("train", index)
+        token_ids, mask = renderer.conversation(baker_trace(prompt, random.Random(index), noise), prompt.tools)
+        config = RolloutConfig(max_turns=2, max_new_tokens=200)
+        rollout = asyncio.run(run_rollout(prompt, env, Replay(token_ids.tolist()), renderer, config, 0))
+        (segment,) = rollout.segments
+        assert (rollout.error, rollout.rewards) == ("", [1.0])
+        length = len(segment.token_ids)
+        np.testing.assert_array_equal(segment.token_ids, token_ids[:length])
+        np.testing.assert_array_equal(segment.sampled, mask[:length])
+        assert not mask[length:].any()

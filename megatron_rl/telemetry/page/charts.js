@@ -187,7 +187,10 @@ class Chart {
   entry(line, step) {
     const index = step === null ? line.step.length - 1 : line.step.indexOf(step);
     let text = index < 0 ? "–" : format(line.value[index], this.digits);
-    if (index >= 0 && line.n && line.value[index] !== null) text += ` (${format(line.low[index])}–${format(line.high[index])}, n ${format(line.n[index])})`;
+    if (index >= 0 && line.n && line.value[index] !== null) {
+      const [rate, low, high] = [line.value, line.low, line.high].map((of) => of[index].toFixed(3));
+      text = `${rate} (${low}–${high}, n ${format(line.n[index])})`;
+    }
     const swatch = element("span", { class: `swatch k${line.order % 8}${line.order >= 8 ? " dashed" : ""}` });
     const name = this.lines.length > 1 || line.label !== line.name ? `${line.label} ` : "";
     return element("span", { title: line.name }, swatch, name, element("b", {}, text));

@@ -1,0 +1,80 @@
+"""Which tokens count, and sums over them that nothing outside them can spoil."""
+
+import math
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = TypeVar("Array", Tensor, np.ndarray)
+
+LARGEST_LOGP = 1e-3
+"""A log-prob above this is no rounding error of one that is at most 0."""
+
+
+def trained_mask(loss_mask: Array, engine_logp: Array) -> Array:
+    """T of the objective: tokens to be trained whose engine log-prob is known. bool [T], torch or numpy alike.
+
+    NaN (not reported) and -inf (p_mu = 0) are unknown. The loss's denominator counts these tokens over the whole step.
+    """
+    return loss_mask & (abs(engine_logp) < math.inf)
+
+
+def fill_outside(stream: Tensor, mask: Tensor, value: float = 0.0) -> Tensor:
+    """stream inside mask, value outside, where no gradient flows either. [T]
+
+    Goes in front of the arithmetic: a `where` behind it would multiply the NaN slope of a NaN token by 0, which is NaN.
+    """
+    return torch.where(mask, stream, value)
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of values inside mask, a scalar; values outside may be anything, also NaN."""
+    return torch.where(mask, values, 0.0).sum()
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest of values (none below 0) inside mask, a scalar; 0 if mask is empty."""
+    return torch.where(mask, values, 0.0).max() if len(values) else values.new_zeros(())
+
+
+def check_streams(**streams: Tensor) -> None:
+    """ValueError unless all streams are [T] of one length and those named *_mask are bool."""
+    (first_name, first), *rest = streams.items()
+    if first.dim() != 1:
+        raise ValueError(f"{first_name} must be one stream [T], got {list(first.shape)}; pack sequences end to end")
+    for name, stream in rest:
+        if stream.shape != first.shape:
+            raise ValueError(
+                f"{name} must be aligned with {first_name} {list(first.shape)}, got {list(stream.shape)}; "
+                "pass the streams of one packed batch"
+            )
+    for name, stream in streams.items():
+        if name.endswith("_mask") and stream.dtype != torch.bool:
+            raise ValueError(f"{name} must be bool, got {stream.dtype}; compare it with 0 first")
+
+
+def check_denominator(denominator: float) -> None:
+    """ValueError unless above 0."""
+    if not denominator > 0:
+        raise ValueError(
+            f"denominator must be above 0, got {denominator}; it is the number of trained tokens of the whole step, "
+            "over all ranks and microbatches"
+        )
+
+
+def broken_logps(logp: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs inside mask that are NaN, infinite or above 0 by more than rounding. bool [T]"""
+    return mask & ~((logp <= LARGEST_LOGP) & (logp > -math.inf))
+
+
+def raise_broken(name: str, stream: Tensor, broken: Tensor) -> NoReturn:
+    """ValueError that shows the first broken entry of a stream."""
+    position = int(broken.nonzero()[0])
+    rule, cure = ("finite", "look at the rewards")
+    if name.endswith("_logp"):
+        rule, cure = ("finite and at most 0", "look for NaN weights, or logits or probabilities in place of log-probs")
+    raise ValueError(
+        f"{name} of trained tokens must be {rule}, got {float(stream[position])} at position {position}; {cure}"
+    )
