@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-_CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
-"""Logits formed at a time, chosen by measurement on the CPU; on GPUs 512 MiB."""
-_LEAST_CHUNK = 64
+_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+"""Logits formed at a time: 32 MiB on the CPU, where fewer rows slow the head's gradient down; 512 MiB on GPUs."""
+_LEAST_CHUNK = 128
 """Rows below which the matmuls themselves get slow, however large V is."""
 
 
@@ -64,7 +64,7 @@ class _LinearLogprob(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        local_ids = token_ids - vocab_start
+        local_ids = token_ids.long() - vocab_start
         stats, last_logits = _shard_stats(hidden_TH, head_VH, local_ids, inverse_temperature, chunk)
         logp, entropy, log_share = _merge_shards(stats, group)
         ctx.save_for_backward(hidden_TH, head_VH, local_ids, log_share, entropy, last_logits)
@@ -72,8 +72,10 @@ class _LinearLogprob(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # pyright takes its ctx for positional-only
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_TH, head_VH, local_ids, log_share, entropy, logits = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         grad_logp = torch.zeros_like(log_share) if grad_logp is None else grad_logp
@@ -142,7 +144,7 @@ def _shard_stats(
 
 
 def _merge_shards(stats: _ShardStats, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, entropy, log of the share of probability in this shard), [T] each. ValueError: an id without a shard."""
+    """(log-prob, entropy, log of this shard's share of probability), [T] each. ValueError: an id without a shard."""
     peak = stats.peak
     if group is not None and len(peak):
         peak = peak.clone()
@@ -174,7 +176,7 @@ def _logit_gradient(
 ) -> Tensor:
     """d loss / d z of one chunk in this shard, [c, V]. entropy: (what the loss sends back to it, its value), or None.
 
-    logits may be off by a constant per row; they and scratch are overwritten.
+    logits may be off by a constant per row; scratch is overwritten.
     """
     probs = torch.softmax(logits_cV, dim=1, out=scratch[: len(logits_cV)])
     share = log_share.exp()
@@ -184,7 +186,7 @@ def _logit_gradient(
         grad_entropy, value = entropy
         # log p + H = z - log sum exp z (of this shard) + log share + H
         offset = logits_cV.amax(dim=1) - probs.amax(dim=1).log_() - log_share - value
-        slope = logits_cV.sub_(offset[:, None])
+        slope = torch.sub(logits_cV, offset[:, None])
         slope.mul_((-grad_entropy * share)[:, None]).sub_((grad_logp * share)[:, None]).mul_(probs)
     shard_size = slope.shape[1]
     here = (local_ids >= 0) & (local_ids < shard_size)
@@ -209,9 +211,9 @@ def _check_arguments(
             f"hidden must be [T, H] and head [V, H] with one H and V at least 1, got {list(hidden_TH.shape)} and "
             f"{list(head_VH.shape)}; flatten batch dimensions first"
         )
-    if token_ids.shape != hidden_TH.shape[:1] or token_ids.is_floating_point():
+    if token_ids.shape != hidden_TH.shape[:1] or token_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"token_ids must be integers [T], one per row of hidden ({len(hidden_TH)}), got {token_ids.dtype} "
+            f"token_ids must be int32 or int64 [T], one per row of hidden ({len(hidden_TH)}), got {token_ids.dtype} "
             f"{list(token_ids.shape)}; pass the targets, already shifted"
         )
     if not temperature > 0:

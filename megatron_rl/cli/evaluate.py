@@ -39,7 +39,14 @@ def main(arguments: list[str]) -> None:
         environment, split = name.removeprefix("eval/pass_rate/").rsplit("/", 1)
         low, high = rate.interval()
         rows.append(
-            {"environment": environment, "split": split, "rate": rate.result(), "low": low, "high": high, "n": rate.count}
+            {
+                "environment": environment,
+                "split": split,
+                "rate": rate.result(),
+                "low": low,
+                "high": high,
+                "n": rate.count,
+            }
         )
     Path(arguments[1]).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -99,7 +99,9 @@ def make_tiny_model(
 
 @app.command()
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Folder for everything the quickstart writes.")] = Path("runs/quickstart"),
+    folder: Annotated[Path, typer.Option(help="Folder for everything the quickstart writes.")] = Path(
+        "runs/quickstart"
+    ),
     seed: Annotated[int, typer.Option(help="Seeds weights, data and sampling.")] = 0,
 ) -> None:
     """Tiny model, SFT, RL against a real vLLM, a table and a page. Resumes where it was stopped."""

@@ -7,8 +7,8 @@ from pydantic import Field
 from megatron_rl.config import ConfigError, ConfigModel
 from megatron_rl.config.load import load_config, read_tree
 from megatron_rl.data.sft import SftDataConfig
-from megatron_rl.distributed.device import PlatformKind
 from megatron_rl.distributed.config import ParallelConfig
+from megatron_rl.distributed.device import PlatformKind
 from megatron_rl.engine.config import EngineConfig
 from megatron_rl.loss.config import LossConfig
 from megatron_rl.model.config import ModelConfig
@@ -29,7 +29,7 @@ class RunConfig(ConfigModel):
     platform: PlatformKind = "cpu"
     """cpu (gloo) or cuda (NCCL); never guessed."""
     processes: int = Field(ge=1, default=1)
-    """Trainer ranks that the command starts on this machine with torchrun; under your own torchrun it must be its world size."""
+    """Trainer ranks the command starts here with torchrun; under your own torchrun it must be the world size."""
     threads: int = Field(ge=1, default=1)
     """Threads of each trainer rank on the CPU."""
 

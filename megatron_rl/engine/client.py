@@ -7,6 +7,7 @@ before or after a request.
 import asyncio
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,18 +43,11 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
     ) -> Completion:
-        """One continuation of up to max_tokens, ended by any of stop_token_ids and nothing else."""
-        completions = await self.generate_many(
-            prompt_ids, n=1, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
-        )
-        return completions[0]
+        """One continuation of up to max_tokens, ended by any of stop_token_ids and nothing else. EngineError if it fails.
 
-    async def generate_many(
-        self, prompt_ids: Sequence[int], *, n: int, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
-    ) -> list[Completion]:
-        """n independent continuations in one request: the prompt is computed once. EngineError if it fails."""
+        A group's rollouts are requests of their own: vLLM would split a request for several anyway.
+        """
         sampling = {
-            "n": n,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "stop_token_ids": [int(token) for token in stop_token_ids],
@@ -62,10 +56,7 @@ class EngineClient:
             "detokenize": False,
         }
         answer = await self._post({"token_ids": [int(token) for token in prompt_ids], "sampling_params": sampling})
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != n:
-            raise EngineError(f"engine {self.url} must give {n} completions, got {len(choices)}")
-        return [_completion(choice, self.url) for choice in choices]
+        return _completion(answer["choices"][0], self.url)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probs of token_ids given what precedes each, at temperature 1. float32 [T]; entry 0 is NaN.
@@ -131,15 +122,13 @@ class EngineControl:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when the engine answers; EngineError after timeout_s."""
-        from time import monotonic, sleep
-
-        deadline = monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while not answers(self.url):
-            if monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise EngineError(
                     f"engine {self.url} did not answer within {timeout_s:g} s (weight_sync.connect_timeout_s)"
                 )
-            sleep(0.1)
+            time.sleep(0.1)
 
     def open_arena(self, slots: Sequence[TensorSlot], *, ucx_tls: str) -> ArenaAddress:
         """Has the engine's worker open a fresh arena. EngineError if the layout does not fit its model."""

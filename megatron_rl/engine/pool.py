@@ -10,12 +10,10 @@ from megatron_rl.engine.records import Completion
 class Client(Protocol):
     """One engine."""
 
-    url: str
-
-    async def generate_many(
-        self, prompt_ids: Sequence[int], *, n: int, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
-    ) -> list[Completion]:
-        """n continuations of one prompt."""
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
+    ) -> Completion:
+        """One continuation."""
         ...
 
     async def close(self) -> None: ...
@@ -33,24 +31,15 @@ class EnginePool:
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
     ) -> Completion:
-        """One continuation."""
-        completions = await self.generate_many(
-            prompt_ids, n=1, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
-        )
-        return completions[0]
-
-    async def generate_many(
-        self, prompt_ids: Sequence[int], *, n: int, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
-    ) -> list[Completion]:
-        """n continuations of one prompt, from one engine."""
+        """One continuation from the engine with the fewest under way, the first of them."""
         index = min(range(len(self._clients)), key=self._under_way.__getitem__)
-        self._under_way[index] += n
+        self._under_way[index] += 1
         try:
-            return await self._clients[index].generate_many(
-                prompt_ids, n=n, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
+            return await self._clients[index].generate(
+                prompt_ids, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
             )
         finally:
-            self._under_way[index] -= n
+            self._under_way[index] -= 1
 
     async def close(self) -> None:
         """Closes every client."""

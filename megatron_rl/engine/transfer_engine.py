@@ -1,5 +1,6 @@
 """The arena as a vLLM weight-transfer engine. Lives in the worker that holds the model."""
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from megatron_rl.weight_sync.plan import arena_nbytes
 from megatron_rl.weight_sync.receiver import WeightReceiver, check_slots, checkpoint_shapes
 
 logger = init_logger(__name__)
+# It warns, at every update, of layers without weights of their own; that all tensors are there is checked before.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The policy-gradient term of one token: importance ratio, B-TV mask, bound on the gradient. (Kolibri report, 2026)
 
-l_pg = -c k A r with r = p_theta / p_mu. Gradient flows through r only, so d l_pg / d logits = -c k A r (u - p), u one-hot
-of the token: its largest entry is c k |A| r (1 - p_theta) = c k |A| G, at the token itself.
+l_pg = -c k A r with r = p_theta / p_mu. Gradient flows through r only, so d l_pg / d logits = -c k A r (u - p), u
+one-hot of the token: its largest entry is c k |A| r (1 - p_theta) = c k |A| G, at the token itself.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ def policy_loss(
 
 
 def _ratio(policy_logp: Tensor, engine_logp: Tensor) -> Tensor:
-    """r = exp of the clamped log-ratio, with slope r everywhere: the clamp guards exp and must not switch pushes off."""
+    """r = exp of the clamped log-ratio, with slope r everywhere: the clamp guards exp, it switches no push off."""
     log_ratio = policy_logp - engine_logp
     outside = (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()
     return (log_ratio + outside).exp()

@@ -1,19 +1,21 @@
 """Which tokens count, and sums over them that nothing outside them can spoil."""
 
 import math
-from typing import NoReturn, TypeVar
+from typing import NoReturn, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Array = TypeVar("Array", Tensor, np.ndarray)
-
 LARGEST_LOGP = 1e-3
 """A log-prob above this is no rounding error of one that is at most 0."""
 
 
-def trained_mask(loss_mask: Array, engine_logp: Array) -> Array:
+@overload
+def trained_mask(loss_mask: Tensor, engine_logp: Tensor) -> Tensor: ...
+@overload
+def trained_mask(loss_mask: np.ndarray, engine_logp: np.ndarray) -> np.ndarray: ...
+def trained_mask(loss_mask: Tensor | np.ndarray, engine_logp: Tensor | np.ndarray) -> Tensor | np.ndarray:
     """T of the objective: tokens to be trained whose engine log-prob is known. bool [T], torch or numpy alike.
 
     NaN (not reported) and -inf (p_mu = 0) are unknown. The loss's denominator counts these tokens over the whole step.

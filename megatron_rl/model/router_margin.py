@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.model.policy import PolicyModel
 
 
 class RouterMargins:
@@ -30,14 +31,14 @@ class RouterMargins:
 
 
 @contextmanager
-def watch_routers(model: torch.nn.Module) -> Iterator[RouterMargins]:
+def watch_routers(model: PolicyModel) -> Iterator[RouterMargins]:
     """Records the margins of every router of model during one forward; costs one small product per layer."""
     margins = RouterMargins()
+    top_k = model.config.moe_router_topk
 
     def record(router: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         weight, hidden = router.weight, inputs[0].detach()
         assert isinstance(weight, Tensor), "a router has one weight, [E, H]"
-        top_k = router.config.moe_router_topk  # type: ignore[union-attr]
         best = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), weight.detach().float()).topk(top_k + 1).values
         margins.of_layer.append(best[:, -2] - best[:, -1])
 

@@ -9,6 +9,7 @@ from megatron_rl.rollout.env import Environment
 from megatron_rl.rollout.run import Generator, RolloutConfig, run_rollout
 from megatron_rl.telemetry.values import Rate
 
+
 class EvaluationError(Exception):
     """Held-out rollouts failed for reasons outside the model; their pass rate would mean nothing."""
 

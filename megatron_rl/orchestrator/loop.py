@@ -1,7 +1,7 @@
 """Answers the trainer, one request at a time.
 
-Invariants: every drawn group leaves exactly once, in a batch or dropped with a reason that is counted; a prompt index is
-never drawn twice within a run; the state handed out for a checkpoint of step k names the first prompt after step k.
+Invariants: every drawn group leaves exactly once, in a batch or dropped with a reason that is counted; a prompt
+index is never drawn twice within a run; a checkpoint of step k names the first prompt after step k.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class Orchestrator:
         if not samples:
             raise NothingToTrainError(
                 f"step {request.step} needs at least one group with different rewards, got none of {len(groups)} "
-                f"({dict(dropped)}); choose easier or harder tasks, a larger rollout.group_size, or look at the errors: "
+                f"({dict(dropped)}); choose easier or harder tasks or a larger rollout.group_size; first error: "
                 f"{_first_error(groups) or 'none'}"
             )
         microbatches = pack_for_ranks(
@@ -180,5 +180,3 @@ def _group_metrics(
 
 def _first_error(groups: Sequence[RolloutGroup]) -> str:
     return next((r.error for g in groups for r in g.rollouts if r.error), "")
-
-

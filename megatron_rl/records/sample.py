@@ -28,6 +28,8 @@ class Sample(msgspec.Struct):
         for name in ("loss_mask", "advantages", "engine_logp", "weight_version"):
             stream = getattr(self, name)
             if stream is not None and len(stream) != num_tokens:
-                raise ValueError(f"Sample.{name} must have one entry per token: expected {num_tokens}, got {len(stream)}")
+                raise ValueError(
+                    f"Sample.{name} must have one entry per token: expected {num_tokens}, got {len(stream)}"
+                )
         if num_tokens and self.loss_mask[0]:
             raise ValueError(f"Sample {self.sample_id}: token 0 has no predecessor and cannot be trained")

@@ -91,5 +91,8 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """Bytes as a record of the given kind (a class or a union of records); msgspec.ValidationError names what does not fit. Arrays are read-only."""
+    """Bytes as a record of the given kind (a class or a union of records). Arrays are read-only.
+
+    msgspec.ValidationError names what does not fit.
+    """
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)

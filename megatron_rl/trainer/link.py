@@ -21,11 +21,7 @@ class OrchestratorLink:
 
     def __init__(self, address: str, *, timeout_s: float, rank: int, device: torch.device) -> None:
         self._address, self._timeout_s, self._rank, self._device = address, timeout_s, rank, device
-        self._socket: zmq.Socket | None = None
-        if rank == 0:
-            self._socket = zmq.Context.instance().socket(zmq.REQ)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.connect(address)
+        self._socket = _connect(address) if rank == 0 else None
 
     def ask(self, request: wire.Request) -> wire.Reply:
         """Sends on rank 0 and returns the reply on every rank. Collective over the whole world."""
@@ -42,13 +38,22 @@ class OrchestratorLink:
         if not self._socket.poll(int(self._timeout_s * 1000)):
             raise OrchestratorError(
                 f"the orchestrator at {self._address} must answer {type(request).__name__} within "
-                f"{self._timeout_s:.0f} s (trainer.batch_timeout_s) and did not; read logs/orchestrator.log in the run folder"
+                f"{self._timeout_s:.0f} s (trainer.batch_timeout_s) and did not; read logs/orchestrator.log of the run"
             )
         data = self._socket.recv()
         reply = wire.decode(data, wire.Reply)
         if isinstance(reply, wire.Failed):
-            raise OrchestratorError(f"the orchestrator failed: {reply.message}; read logs/orchestrator.log in the run folder")
+            raise OrchestratorError(
+                f"the orchestrator failed: {reply.message}; read logs/orchestrator.log in the run folder"
+            )
         return data
+
+
+def _connect(address: str) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.REQ)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return socket
 
 
 def _broadcast_bytes(data: bytes, device: torch.device) -> bytes:

@@ -1,6 +1,7 @@
-"""Megatron's DDP and optimizer around a policy, and the learning-rate schedule."""
+"""Megatron's DDP and optimizer around a policy."""
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -9,19 +10,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.model.policy import PolicyModel
 from megatron_rl.trainer.config import OptimizerConfig
-
-
-def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Learning rate of 0-based step: linear warm-up, then the schedule down to the last step."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
-    shape = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    final = 0.1 if config.final_lr_fraction is None else config.final_lr_fraction
-    return config.lr * (final + (1.0 - final) * shape)
 
 
 class PolicyOptimizer:
@@ -30,7 +20,7 @@ class PolicyOptimizer:
     Gradients are summed, not averaged, over data-parallel ranks: the loss already carries the global denominator.
     """
 
-    def __init__(self, model: torch.nn.Module, groups: ParallelGroups, config: OptimizerConfig) -> None:
+    def __init__(self, model: PolicyModel, groups: ParallelGroups, config: OptimizerConfig) -> None:
         transformer_config = model.config
         if not transformer_config.calculate_per_token_loss:
             raise ValueError("the model must be built with calculate_per_token_loss=True, so that gradients are summed")
@@ -56,6 +46,11 @@ class PolicyOptimizer:
             pg_collection=groups.pg,
         )
 
+    @property
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        groups: Any = self.optimizer.param_groups
+        return groups
+
     def zero_grad(self) -> None:
         """Clears the gradient buffers before the first microbatch."""
         self.ddp.zero_grad_buffer()
@@ -64,7 +59,7 @@ class PolicyOptimizer:
     def step(self, lr: float) -> float:
         """Reduces gradients over ranks, clips, updates; returns the gradient norm before clipping."""
         finalize_model_grads([self.ddp], num_tokens=None, pg_collection=self.pg)
-        for group in self.optimizer.param_groups:
+        for group in self._parameter_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         applied, grad_norm, _ = self.optimizer.step()
         if not applied or grad_norm is None or not math.isfinite(grad_norm):

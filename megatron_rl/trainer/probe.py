@@ -6,6 +6,7 @@ the weights are the same. So the trainer measures how close its own routers came
 does not count. There are several short texts so that enough counts; if less than half would, everything does.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,9 +63,9 @@ class WeightProbe:
         self.texts = [[int(t) for t in tokenizer.encode(text, add_special_tokens=False)] for text in PROBE_TEXTS]
         samples = [self._sample(index, ids) for index, ids in enumerate(self.texts)]
         num_tokens = sum(len(ids) for ids in self.texts)
-        self.batch: PackedBatch = pack_samples(
-            samples, capacity=num_tokens + pad_multiple, pad_multiple=pad_multiple
-        )[0]
+        self.batch: PackedBatch = pack_samples(samples, capacity=num_tokens + pad_multiple, pad_multiple=pad_multiple)[
+            0
+        ]
         self._order = [int(name) for name in self.batch.sample_ids]
 
     @staticmethod
@@ -96,8 +97,8 @@ class WeightProbe:
             if worst > tolerance:
                 raise WeightProbeError(
                     f"after the update to version {version} the engine {engine.url} must give the probe texts the "
-                    f"trainer's log-probs within {tolerance:g} (trainer.probe_tolerance), got a difference of {worst:g}; "
-                    "the engine holds other weights, or computes in another precision than the trainer: compare "
+                    f"trainer's log-probs within {tolerance:g} (trainer.probe_tolerance), got a difference of "
+                    f"{worst:g}; the engine holds other weights, or computes in another precision: compare "
                     "engine.dtype with model.dtype"
                 )
             max_error = max(max_error, worst)
@@ -111,7 +112,7 @@ class WeightProbe:
         if router_margin is None:
             return counted
         borders = self.batch.cu_seqlens
-        for start, end in zip(borders[: len(self.texts)], borders[1:], strict=False):
+        for start, end in itertools.pairwise(borders[: len(self.texts) + 1]):
             counted[start:end] = np.logical_and.accumulate(router_margin[start:end] > NEAR_TIE)
         return counted if counted.mean() >= 0.5 else np.ones_like(counted)
 

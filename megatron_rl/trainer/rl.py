@@ -31,9 +31,10 @@ from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_sta
 from megatron_rl.telemetry.values import Last, from_wire, reduce_over_ranks
 from megatron_rl.trainer.config import RlTrainerConfig
 from megatron_rl.trainer.link import OrchestratorLink
-from megatron_rl.trainer.optim import PolicyOptimizer, learning_rate
+from megatron_rl.trainer.optim import PolicyOptimizer
 from megatron_rl.trainer.probe import ProbeResult, WeightProbe
 from megatron_rl.trainer.rollout_log import token_records
+from megatron_rl.trainer.schedule import learning_rate
 from megatron_rl.trainer.step import train_step
 from megatron_rl.weight_sync.publisher import Publisher, WeightSyncConfig
 
@@ -111,9 +112,7 @@ class RlTrainer:
         started = time.monotonic()
         self._status(f"step {self.step + 1}: waiting for rollouts")
         reply = self.link.ask(
-            wire.BatchRequest(
-                step=self.step, weight_version=self.step, data_parallel_size=self.groups.dp_size
-            )
+            wire.BatchRequest(step=self.step, weight_version=self.step, data_parallel_size=self.groups.dp_size)
         )
         assert isinstance(reply, wire.BatchReply), f"expected a batch, got {type(reply).__name__}"
         batch, waited_s = reply.batch, time.monotonic() - started
@@ -165,9 +164,7 @@ class RlTrainer:
         )
         missing = self.job.trainer.logged_rollouts_per_step - len(records)
         if self.groups.rank == 0 and missing > 0:
-            records += token_records(
-                batch, stats, step=self.step + 1, token_text=self._token_text, limit=missing
-            )
+            records += token_records(batch, stats, step=self.step + 1, token_text=self._token_text, limit=missing)
         return loss, stats.metrics
 
     def _publish(self) -> dict[str, Any]:
@@ -231,9 +228,8 @@ class RlTrainer:
             write_status(self.job.run_dir, text)
 
     def _token_text(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
 
 def _num_tokens(batch: StepBatch) -> int:
     return sum(m.num_tokens - m.num_padding for rank in batch.microbatches for m in rank)
-

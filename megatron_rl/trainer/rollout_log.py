@@ -32,7 +32,10 @@ def token_records(
                 environment=str(info.get("environment", "")),
                 reward=float(info.get("reward", float("nan"))),
                 advantage=float(advantages[0]) if len(advantages) else 0.0,
-                tokens=[token_text(int(batch.input_ids[start])), *(token_text(int(t)) for t in batch.target_ids[start:end])],
+                tokens=[
+                    token_text(int(batch.input_ids[start])),
+                    *(token_text(int(t)) for t in batch.target_ids[start:end]),
+                ],
                 trained=[False, *(bool(t) for t in trained)],
                 engine_logp=[None, *_optional(batch.engine_logp[start:end], trained)],
                 policy_logp=[None, *_optional(policy_logp[start:end], trained)],

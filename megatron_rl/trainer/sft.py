@@ -23,9 +23,10 @@ from megatron_rl.model.build import ModelConfig, build_model
 from megatron_rl.model.forward import DeviceBatch, taken_logprobs
 from megatron_rl.records import PackedBatch
 from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_status
-from megatron_rl.telemetry.values import Last, Mean, merge_metrics, reduce_over_ranks
+from megatron_rl.telemetry.values import Last, Mean, Value, merge_metrics, reduce_over_ranks
 from megatron_rl.trainer.config import SftTrainerConfig
-from megatron_rl.trainer.optim import PolicyOptimizer, learning_rate
+from megatron_rl.trainer.optim import PolicyOptimizer
+from megatron_rl.trainer.schedule import learning_rate
 from megatron_rl.trainer.step import train_step
 
 
@@ -49,7 +50,9 @@ class SftTrainer:
         renderer = ChatRenderer(load_tokenizer(job.model.path))
         self._status_enabled = groups.rank == 0
         self._status("reading conversations")
-        train = [s for path in job.data.train for s in sft_samples(Path(path), renderer, context_length=job.context_length)]
+        train = [
+            s for path in job.data.train for s in sft_samples(Path(path), renderer, context_length=job.context_length)
+        ]
         heldout = [
             s for path in job.data.heldout for s in sft_samples(Path(path), renderer, context_length=job.context_length)
         ]
@@ -129,11 +132,9 @@ class SftTrainer:
         return loss, {"loss/sft": Mean(float(loss.detach()) * denominator, batch.num_trained)}
 
     @torch.no_grad()
-    def _heldout_loss(self) -> Mean:
+    def _heldout_loss(self) -> Value:
         """Mean negative log-likelihood per trained token, in nats, over all held-out rows."""
-        collected = [
-            self._loss(batch, denominator=1)[1] for batch in self.heldout[self.groups.dp_rank]
-        ]
+        collected = [self._loss(batch, denominator=1)[1] for batch in self.heldout[self.groups.dp_rank]]
         return reduce_over_ranks(merge_metrics(collected), self._gather)["loss/sft"]
 
     def _save(self) -> None:

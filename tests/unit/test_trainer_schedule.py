@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.trainer.config import OptimizerConfig
-from megatron_rl.trainer.optim import learning_rate
+from megatron_rl.trainer.schedule import learning_rate
 
 
 def rates(total_steps: int, **options: object) -> list[float]:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron_rl_kernels import linear_logprob
 from rich.console import Console
 from rich.table import Table
-
-from megatron_rl_kernels import linear_logprob
 
 ROUNDS = 7
 

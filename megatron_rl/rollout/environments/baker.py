@@ -75,11 +75,11 @@ class Baker:
             environment=self.name,
             messages=[{"role": "user", "content": problem.text()}],
             tools=self._schemas,
-            task=problem.numbers.to_task() | {"text_key": problem.wording.key()},
+            task=problem.numbers.to_task(),
         )
 
     def size(self, split: str) -> int | None:
-        """None: every split goes on for ever; at level easy its problems repeat after some hundreds of thousands."""
+        """None: any index has a problem, drawn with repetition (new_numbers at level easy has few different sums)."""
         check_split(self, split, 0)
         return None
 

@@ -1,0 +1,47 @@
+#!/usr/bin/env python
+"""Convert Hugging Face weights to a Megatron checkpoint, or a checkpoint back to a Hugging Face folder.
+
+One process holds the whole model; under torchrun the ranks share it:
+    python tools/convert_checkpoint.py SOURCE TARGET
+    torchrun --nproc-per-node 8 tools/convert_checkpoint.py SOURCE TARGET --expert 8
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+
+from megatron_rl.checkpoint.convert import Direction, convert
+from megatron_rl.distributed.config import ParallelConfig
+from megatron_rl.distributed.device import PlatformKind
+
+
+def main(
+    source: Annotated[Path, typer.Argument(help="Hugging Face folder, Megatron checkpoint, or a run's checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    direction: Annotated[Direction | None, typer.Option(help="Default: what source can be converted to.")] = None,
+    hf_source: Annotated[Path | None, typer.Option(help="Folder whose tokenizer goes with the weights.")] = None,
+    tensor: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    expert: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    platform: Annotated[PlatformKind, typer.Option(help="Where the weights are held meanwhile.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: that of config.json.")] = None,
+) -> None:
+    """Convert weights tensor by tensor; the target appears whole or not at all."""
+    parallel = ParallelConfig(tensor=tensor, expert=expert)
+    convert(
+        source,
+        target,
+        direction=direction,
+        hf_source=hf_source,
+        parallel=parallel,
+        platform_kind=platform,
+        dtype=dtype,
+    )
+    if dist.get_rank() == 0:
+        print(target)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
