@@ -1,5 +1,8 @@
 """Model and optimizer as Megatron's torch_dist checkpoint, which any parallel layout can read."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ def save_sharded(
     The optimizer must have made a step: before it, there is no state to save.
     """
     state = _sharded_state(model, groups, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(folder), _InProcessSave("torch_dist", 1))
+    with _without_deprecations():
+        dist_checkpointing.save(state, str(folder), _InProcessSave("torch_dist", 1))
 
 
 def load_sharded(
@@ -36,12 +40,22 @@ def load_sharded(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    loaded = dist_checkpointing.load(_sharded_state(model, groups, optimizer, is_loading=True), str(folder))
+    state = _sharded_state(model, groups, optimizer, is_loading=True)
+    with _without_deprecations():
+        loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded["model"])
     unwritten = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
     assert not unwritten, f"loading {folder} left {unwritten} unwritten"
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
+
+
+@contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """Megatron still uses torch's older checkpoint calls; its users can do nothing about that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):

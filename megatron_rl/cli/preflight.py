@@ -3,57 +3,103 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.cli.runs import RlRun, RunConfig, SftRun, data_parallel_size
+from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.config import ConfigError
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
 from megatron_rl.data.sft import sft_samples
+from megatron_rl.distributed.config import ParallelConfig
+from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import check_model_folder
-from megatron_rl.rollout.env import Environment
 from megatron_rl.rollout.environments import make_environment
 
 
 def check_sft(run: SftRun) -> None:
     """ConfigError or DataError for the first thing that does not fit. Reads and renders every row."""
-    _check_run_folder(run.run)
-    _check_context(check_model_folder(run.model.path), run.context_length, "context_length")
-    data_parallel_size(run.run, run.parallel)
+    hf_config = check_model_folder(run.model.path)
+    _check_layout(hf_config, run.run, run.parallel)
+    _check_context(hf_config, run.context_length, "context_length")
+    _check_capacity(run.data.microbatch_tokens, run.context_length, "data.microbatch_tokens")
     renderer = ChatRenderer(load_tokenizer(run.model.path))
     for path in [*run.data.train, *run.data.heldout]:
         sft_samples(Path(path), renderer, context_length=run.context_length)
-    if run.run.platform == "cpu" and run.data.microbatch_tokens < run.context_length - 1:
-        raise ConfigError(
-            f"data.microbatch_tokens must hold the longest sample, got {run.data.microbatch_tokens} "
-            f"for context_length {run.context_length}; raise it"
-        )
-
-
-def check_rl(run: RlRun) -> list[Environment]:
-    """The run's environments, after ConfigError for the first thing that does not fit."""
     _check_run_folder(run.run)
-    _check_context(check_model_folder(run.model.path), run.rollout.context_length, "rollout.context_length")
-    data_parallel_size(run.run, run.parallel)
-    load_tokenizer(run.model.path)
+
+
+def check_rl(run: RlRun) -> None:
+    """ConfigError for the first thing that does not fit. Makes every environment and its first prompt."""
+    hf_config = check_model_folder(run.model.path)
+    _check_layout(hf_config, run.run, run.parallel)
+    _check_context(hf_config, run.rollout.context_length, "rollout.context_length")
+    _check_capacity(run.orchestrator.microbatch_tokens, run.rollout.context_length, "orchestrator.microbatch_tokens")
+    _check_engine(run)
+    renderer = ChatRenderer(load_tokenizer(run.model.path))
     environments = [make_environment(config) for config in run.environments]
     names = [environment.name for environment in environments]
     if len(set(names)) != len(names):
-        raise ConfigError(f"environments must have different names, got {names}; remove one or merge their weights")
+        raise ConfigError(f"environments must have different names, got {names}; set environments.N.label")
     for environment in environments:
-        environment.prompt("train", 0)
-    if run.orchestrator.microbatch_tokens < run.rollout.context_length:
-        raise ConfigError(
-            f"orchestrator.microbatch_tokens must hold the longest rollout, got {run.orchestrator.microbatch_tokens} "
-            f"for rollout.context_length {run.rollout.context_length}; raise it"
-        )
+        prompt = environment.prompt("train", 0)
+        num_tokens = len(renderer.prompt_ids(prompt.messages, prompt.tools))
+        if num_tokens >= run.rollout.context_length:
+            raise ConfigError(
+                f"rollout.context_length must leave room to answer, got {run.rollout.context_length} for a prompt of "
+                f"{environment.name} with {num_tokens} tokens; raise it"
+            )
     if run.rollout.group_size < 2:
         raise ConfigError(f"rollout.group_size must be at least 2 to have a baseline, got {run.rollout.group_size}")
-    return environments
+    _check_run_folder(run.run)
 
 
-def _check_context(hf_config: dict, context_length: int, key: str) -> None:
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Sequence[str]:
+    """Dotted keys whose values differ between two config trees."""
+    changed = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changed += changed_keys(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changed.append(f"{prefix}{key}")
+    return changed
+
+
+def _check_layout(hf_config: dict[str, Any], run: RunConfig, parallel: ParallelConfig) -> None:
+    for key, size in (("parallel.tensor", parallel.tensor), ("parallel.expert", parallel.expert)):
+        if run.processes % size:
+            raise ConfigError(
+                f"{key} must divide run.processes, got {size} and {run.processes}; set run.processes to a multiple of it"
+            )
+    family_for(hf_config).check_parallel(hf_config, parallel)
+
+
+def _check_context(hf_config: dict[str, Any], context_length: int, key: str) -> None:
     limit = hf_config.get("max_position_embeddings")
     if limit is not None and context_length > limit:
         raise ConfigError(f"{key} must not exceed the model's {limit} positions, got {context_length}; lower it")
+
+
+def _check_capacity(microbatch_tokens: int, context_length: int, key: str) -> None:
+    if microbatch_tokens < context_length:
+        raise ConfigError(
+            f"{key} must hold the longest sample, got {microbatch_tokens} for a context of {context_length}; raise it"
+        )
+
+
+def _check_engine(run: RlRun) -> None:
+    engine = run.engine
+    started_here = {"count": 1, "port": 0, "host": "127.0.0.1"}
+    unused = [key for key, default in started_here.items() if engine.urls and getattr(engine, key) != default]
+    if unused:
+        raise ConfigError(
+            f"engine.{unused[0]} has no effect with engine.urls, which names engines that run already, "
+            f"got {getattr(engine, unused[0])}; remove one of the two"
+        )
+    if engine.max_model_len is not None and engine.max_model_len < run.rollout.context_length:
+        raise ConfigError(
+            f"engine.max_model_len must hold rollout.context_length={run.rollout.context_length}, "
+            f"got {engine.max_model_len}; raise it or leave it null"
+        )
 
 
 def _check_run_folder(run: RunConfig) -> None:
@@ -64,15 +110,3 @@ def _check_run_folder(run: RunConfig) -> None:
         raise ConfigError(f"run.dir must be a folder that can be made, got {folder} ({error.strerror})") from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run.dir must be writable, got {folder}; choose another or change its permissions")
-
-
-def changed_keys(old: dict, new: dict, prefix: str = "") -> Sequence[str]:
-    """Dotted keys whose values differ between two config trees."""
-    changed = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changed += changed_keys(before, after, f"{prefix}{key}.")
-        elif before != after:
-            changed.append(f"{prefix}{key}")
-    return changed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from megatron_rl.config import ConfigError, ConfigModel
+from megatron_rl.config import ConfigModel
 from megatron_rl.config.load import load_config, read_tree
 from megatron_rl.data.sft import SftDataConfig
 from megatron_rl.distributed.config import ParallelConfig
@@ -79,16 +79,6 @@ class RlRun(ConfigModel):
     """How ranks share the model."""
     trainer: RlTrainerConfig = RlTrainerConfig()
     """Steps, optimizer, checkpoints."""
-
-
-def data_parallel_size(run: RunConfig, parallel: ParallelConfig) -> int:
-    """Ranks that see different data. ConfigError if the layout does not divide the processes."""
-    if run.processes % parallel.tensor:
-        raise ConfigError(
-            f"parallel.tensor must divide run.processes, got {parallel.tensor} and {run.processes}; "
-            "set run.processes to a multiple of parallel.tensor"
-        )
-    return run.processes // parallel.tensor
 
 
 def load_run(path: Path, overrides: list[str]) -> SftRun | RlRun:

@@ -123,7 +123,7 @@ def _same_count(ranks: list[list[PackedBatch]], *, pad_multiple: int, pad_id: in
 
 def _padding(example: PackedBatch, num_padding: int, pad_id: int) -> PackedBatch:
     """A batch that is nothing but one padding document, with the streams that the example has."""
-    optional = {
+    optional: dict[str, Any] = {
         name: np.full(num_padding, value, dtype=dtype)
         for name, (dtype, value) in _OPTIONAL_STREAMS.items()
         if getattr(example, name) is not None

@@ -84,11 +84,12 @@ class _RowError(Exception):
 
 def _conversation(source: str, line: bytes) -> Conversation:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise _RowError(f"a row must be UTF-8 text, got byte {line[error.start]:#04x}; convert the file") from None
     except (ValueError, RecursionError) as error:
-        raise _RowError(f"a row must be one JSON object, got malformed JSON: {error}; mend the line") from None
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise _RowError(f"a row must be one JSON object, got malformed JSON: {reason}; mend the line") from None
     if not isinstance(row, dict):
         raise _RowError(f"a row must be a JSON object, got {_shown(row)}; write an object with messages")
     messages = row.get("messages")
@@ -133,5 +134,5 @@ def _check_call(name: str, call: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
     return text if len(text) <= 80 else text[:77] + "..."

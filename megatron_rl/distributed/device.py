@@ -1,5 +1,6 @@
 """The platform a process computes on, always an explicit choice of the run file or the launcher."""
 
+import importlib.util
 import os
 import socket
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ def start_platform(kind: PlatformKind) -> Platform:
     """Prepares this process for kind; call it before building groups or models.
 
     "cpu" patches Megatron-Core (distributed/megatron_on_cpu.py), a few seconds of import. "cuda" takes the device
-    of LOCAL_RANK and raises ConfigError where there is none.
+    of LOCAL_RANK; ConfigError where there is none, or no Transformer Engine.
     """
     if kind == "cpu":
         from megatron_rl.distributed import megatron_on_cpu
@@ -39,6 +40,10 @@ def start_platform(kind: PlatformKind) -> Platform:
         raise ConfigError(
             f"platform cuda needs one GPU per local rank, got {num_gpus} GPUs for local rank {local_rank}; "
             "set platform: cpu or start fewer ranks per node"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "platform cuda needs Transformer Engine and found none; install requirements/gpu.txt or set platform: cpu"
         )
     torch.cuda.set_device(local_rank)
     return Platform(kind="cuda", device=torch.device("cuda", local_rank), backend="nccl")

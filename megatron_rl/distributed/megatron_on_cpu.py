@@ -6,7 +6,6 @@ which a few names answer for the CPU; torch itself stays as it is for everybody 
 
 import importlib
 import types
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -27,9 +26,7 @@ class _Stand(types.ModuleType):
 
 
 def _megatron(name: str) -> types.ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Transformer Engine and Apex are absent by choice
-        return importlib.import_module(f"megatron.core.{name}")
+    return importlib.import_module(f"megatron.core.{name}")
 
 
 def _torch_of(name: str) -> Any:

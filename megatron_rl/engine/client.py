@@ -43,7 +43,7 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
     ) -> Completion:
-        """One continuation of up to max_tokens, ended by any of stop_token_ids and nothing else. EngineError if it fails.
+        """One continuation of up to max_tokens, ended by any of stop_token_ids and nothing else; EngineError if not.
 
         A group's rollouts are requests of their own: vLLM would split a request for several anyway.
         """
@@ -118,7 +118,9 @@ class EngineControl:
 
     def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, timeout=timeout_s)
+        # vLLM drops the connection after it has answered with status 500: no call may depend on the one before.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when the engine answers; EngineError after timeout_s."""

@@ -33,7 +33,7 @@ def fork_engine_core() -> None:
 
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # pyright: ignore[reportPrivateImportUsage]
 
 
 def repack_tied_head(model: Any) -> None:

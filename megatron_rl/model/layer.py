@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from megatron_rl.config import ConfigError
 from megatron_rl.model.attention import PackedAttention
 from megatron_rl.model.experts import ExpertLayer
 from megatron_rl.model.norm import RMSNorm
@@ -47,7 +48,13 @@ class PackedLayer(TransformerLayer):
 
 
 def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Every layer of the block and its final norm."""
+    """Every layer of the block and its final norm. ConfigError for sizes that torch's grouped product refuses."""
+    for name, size in (("hidden_size", config.hidden_size), ("moe_intermediate_size", config.moe_ffn_hidden_size)):
+        if (size or 0) * config.params_dtype.itemsize % 16:
+            raise ConfigError(
+                f"{name} must make rows of a multiple of 16 bytes on the CPU, got {size} of {config.params_dtype}; "
+                "choose a model whose sizes are multiples of 8"
+            )
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
         core_attention=PackedAttention,  # type: ignore[arg-type]

@@ -46,11 +46,6 @@ class PolicyOptimizer:
             pg_collection=groups.pg,
         )
 
-    @property
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        groups: Any = self.optimizer.param_groups
-        return groups
-
     def zero_grad(self) -> None:
         """Clears the gradient buffers before the first microbatch."""
         self.ddp.zero_grad_buffer()
@@ -59,9 +54,10 @@ class PolicyOptimizer:
     def step(self, lr: float) -> float:
         """Reduces gradients over ranks, clips, updates; returns the gradient norm before clipping."""
         finalize_model_grads([self.ddp], num_tokens=None, pg_collection=self.pg)
-        for group in self._parameter_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-        applied, grad_norm, _ = self.optimizer.step()
+        outcome: Any = self.optimizer.step()
+        applied, grad_norm, _ = outcome
         if not applied or grad_norm is None or not math.isfinite(grad_norm):
             raise FloatingPointError(
                 f"gradients must be finite, got norm {grad_norm}; look for NaN in the loss metrics of this step, "

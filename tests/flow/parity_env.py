@@ -1,9 +1,12 @@
 """An environment that a random model sometimes passes: reward 1 when the answer's length in characters is even."""
 
-from typing import Any
-
+from megatron_rl.config import ConfigModel
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.env import StepOutcome
+
+
+class ParityOptions(ConfigModel):
+    """None."""
 
 
 class ParityEpisode:
@@ -16,19 +19,18 @@ class ParityEpisode:
 class ParityEnvironment:
     """Prompts are numbered questions; one held-out split."""
 
-    name = "parity"
+    Options = ParityOptions
     splits = ("train", "heldout")
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        if options:
-            raise ValueError(f"parity takes no options, got {sorted(options)}")
+    def __init__(self, options: ParityOptions, *, name: str = "parity") -> None:
+        self.name = name
 
     def size(self, split: str) -> int | None:
         return None if split == "train" else 8
 
     def prompt(self, split: str, index: int) -> Prompt:
         text = f"Frage {index} ({split})"
-        return Prompt(f"parity/{split}/{index}", "parity", [{"role": "user", "content": text}])
+        return Prompt(f"{self.name}/{split}/{index}", self.name, [{"role": "user", "content": text}])
 
     def episode(self, prompt: Prompt) -> ParityEpisode:
         return ParityEpisode()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def run_ranks(script: str, world_size: int, *arguments: str | Path, status: int 
         check=False,
     )
     assert process.returncode == status, f"{script} on {world_size} ranks failed:\n{process.stdout[-6000:]}"
+
+
+@pytest.fixture(scope="session")
+def run_script() -> Callable[..., None]:
+    """run_ranks, for tests."""
+    return run_ranks
 
 
 def make_hf_model(folder: Path, seed: int, **overrides: Any) -> Path:

@@ -7,6 +7,7 @@ byte, so the expected tokens and mask follow from the drawing alone; merges are 
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def test_prompt_and_continuations_join_to_the_tokens_of_the_whole_conversation(n
     ends = np.flatnonzero(np.diff(loss_mask.astype(int), append=0) == -1)
     prompt = renderer.prompt_ids(messages[: turns[0]], tools)
     assert prompt == token_ids[: starts[0]].tolist()
-    for number, (before, after) in enumerate(zip(turns, turns[1:], strict=False)):
+    for number, (before, after) in enumerate(pairwise(turns)):
         continuation = renderer.continuation_ids(messages[before + 1 : after], tools)
         assert continuation == token_ids[ends[number] + 1 : starts[number + 1]].tolist()
 
@@ -236,8 +237,9 @@ def test_ids_are_those_of_transformers() -> None:
             for one in message.get("tool_calls", []):
                 arguments = one["function"]["arguments"]
                 message["tool_calls"] = [call(json.loads(arguments) if isinstance(arguments, str) else arguments)]
-        expected = tokenizer.apply_chat_template(plain, tools=tools or None, return_dict=True)["input_ids"]
-        assert ChatRenderer(tokenizer).conversation(messages, tools)[0].tolist() == expected
+        options: dict[str, Any] = {"tools": tools or None, "return_dict": True}
+        encoded: Any = tokenizer.apply_chat_template(plain, **options)
+        assert ChatRenderer(tokenizer).conversation(messages, tools)[0].tolist() == encoded["input_ids"]
 
 
 QWEN3 = CHATML.replace("message.reasoning_content %}", "message.reasoning_content and loop.last %}")
@@ -267,7 +269,7 @@ def test_a_template_that_looks_ahead_is_refused_and_exact_where_it_does_not() ->
 )
 def test_a_token_over_the_border_is_refused(merge: tuple[str, str], answer: str) -> None:
     renderer = ChatRenderer(make_tokenizer(CHATML, [merge]))
-    with pytest.raises(DataError, match="one reaches over the border between .*assistant"):
+    with pytest.raises(DataError, match=r"one reaches over the border between .*assistant"):
         renderer.conversation([user("a"), assistant(answer)])
     token_ids, mask = renderer.conversation([user("a"), assistant("ok" + answer)])
     assert renderer.decode(token_ids[mask].tolist()) == f"ok{answer}<|im_end|>"
@@ -276,7 +278,7 @@ def test_a_token_over_the_border_is_refused(merge: tuple[str, str], answer: str)
 def test_a_space_that_joins_the_answer_is_refused_although_its_offset_is_trimmed() -> None:
     template = CHATML.replace("assistant\n", "assistant ").replace("message.role + '\n'", "message.role + ' '")
     special = SPECIAL[CHATML]
-    with pytest.raises(DataError, match="one reaches over the border between .*'Hi"):
+    with pytest.raises(DataError, match=r"one reaches over the border between .*'Hi"):
         ChatRenderer(make_tokenizer(template, [("Ġ", "H")], special=special)).conversation([user("a"), assistant("Hi")])
     _, mask = ChatRenderer(make_tokenizer(template, [("Ġ", "a")], special=special)).conversation(
         [user("a"), assistant("Hi")]
@@ -367,10 +369,10 @@ def test_a_template_whose_replies_depend_on_what_was_said_before_is_refused() ->
 def test_folders_without_tokenizer_or_template_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be a Hugging Face folder, got .*missing"):
         load_tokenizer(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="must hold a tokenizer that transformers can load.*copy tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"must hold a tokenizer that transformers can load.*copy tokenizer.json"):
         load_tokenizer(tmp_path)
     tokenizer = make_tokenizer(CHATML)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="must have a chat template, got none; add chat_template.jinja"):
+    with pytest.raises(ConfigError, match=r"must have a chat template, got none; add chat_template.jinja"):
         load_tokenizer(tmp_path)

@@ -1,0 +1,116 @@
+"""Imports Megatron once, then runs a tiny training scenario on two forked ranks per patch that is left out.
+
+Prints JSON: {name of the patch left out, "" for none: what went wrong on a rank, "" for nothing}.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed import megatron_on_cpu
+
+megatron_on_cpu._megatron("optimizer")
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+
+from megatron_rl.checkpoint.convert import load_hf  # noqa: E402
+from megatron_rl.distributed.device import Platform  # noqa: E402
+from megatron_rl.distributed.groups import ParallelConfig, ParallelGroups, build_groups  # noqa: E402
+from megatron_rl.model.build import ModelConfig, build_model  # noqa: E402
+from megatron_rl.model.forward import DeviceBatch, taken_logprobs  # noqa: E402
+
+PLATFORM = Platform(kind="cpu", device=torch.device("cpu"), backend="gloo")
+PARALLEL = ParallelConfig(tensor=2)
+
+
+def train_one_step(folder: Path, dtype: str, groups: ParallelGroups) -> None:
+    """Tensor and sequence parallel forward, backward, reduction, clipping and update."""
+    model = build_model(ModelConfig(path=str(folder), dtype=dtype), PARALLEL, groups, PLATFORM)  # type: ignore[arg-type]
+    load_hf(model, folder, groups)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups.pg)
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-3, clip_grad=1e-3, bf16=dtype == "bfloat16", params_dtype=model.config.params_dtype
+    )
+    optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=groups.pg)
+    ids = torch.arange(8)
+    batch = DeviceBatch(ids, ids + 1, torch.tensor([0, 3, 8], dtype=torch.int32), (3, 5))
+    ddp.zero_grad_buffer()
+    taken_logprobs(ddp, batch, groups).logp.sum().backward()
+    finalize_model_grads([ddp], pg_collection=groups.pg)
+    optimizer.step()
+
+
+def first_draws_per_rank(groups: ParallelGroups) -> list[float]:
+    """What each tensor-parallel rank would initialise a sharded weight with."""
+    with get_cuda_rng_tracker().fork():
+        draw = torch.empty(1).normal_()
+    draws = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(draws, draw, group=groups.tp_group)
+    return [float(value) for value in draws]
+
+
+def scenario(rank: int, meeting: str, folder: Path, left_out: str) -> None:
+    megatron_on_cpu.apply(leave_out=[left_out])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    groups = build_groups(PARALLEL, PLATFORM, seed=3)
+    draws = first_draws_per_rank(groups)
+    assert draws[0] != draws[1], f"tensor-parallel ranks draw the same initial weights: {draws}"
+    for dtype in ("float32", "bfloat16"):
+        train_one_step(folder, dtype, groups)
+
+
+def fork_rank(rank: int, meeting: str, folder: Path, left_out: str, report: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        scenario(rank, meeting, folder, left_out)
+        os._exit(0)
+    except BaseException as error:
+        trace = traceback.extract_tb(error.__traceback__)
+        report.write_text(f"{type(error).__name__}: {error} [{trace[-1].filename}]")
+        os._exit(1)
+
+
+def run(folder: Path, left_out: str) -> str:
+    """The first failure of either rank; the other one is then stopped."""
+    with tempfile.TemporaryDirectory() as work:
+        reports = [Path(work) / f"rank{rank}" for rank in range(2)]
+        children = {fork_rank(r, f"{work}/meeting", folder, left_out, reports[r]) for r in range(2)}
+        deadline = time.monotonic() + 60
+        while children:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child:
+                children.discard(child)
+            if (child and status) or time.monotonic() > deadline:
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+                    os.waitpid(other, 0)
+                children = set()
+            time.sleep(0.01)
+        texts = [report.read_text() for report in reports if report.exists()]
+        return texts[0] if texts else "" if time.monotonic() < deadline else "timeout"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    outcome = {name: run(Path(sys.argv[1]), name) for name in ("", *megatron_on_cpu.PATCHES)}
+    Path(sys.argv[2]).write_text(json.dumps(outcome))
