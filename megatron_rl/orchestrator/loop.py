@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import zmq
 import zmq.asyncio
 
 from megatron_rl.data.packing import pack_for_ranks
 from megatron_rl.data.render import ChatRenderer
+from megatron_rl.loss.reduce import trained_mask
 from megatron_rl.orchestrator.config import OrchestratorConfig
 from megatron_rl.orchestrator.evaluate import pass_rates, passed
 from megatron_rl.orchestrator.source import PromptSource
@@ -149,7 +149,7 @@ def _denominator(samples: Sequence[Sample]) -> int:
     total = 0
     for sample in samples:
         assert sample.engine_logp is not None, "RL samples carry engine log-probs"
-        total += int((sample.loss_mask & np.isfinite(sample.engine_logp)).sum())
+        total += int(trained_mask(sample.loss_mask, sample.engine_logp).sum())
     return max(1, total)
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,15 +155,3 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 def server(servers: dict[str, Server]) -> Server:
     """The engine of the quickstart's kind of model: tied head."""
     return servers["tied_head"]
-
-
-@pytest.fixture(scope="session")
-def make_broken_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """A folder that passes the check for one, with a config that no server can read."""
-
-    def make() -> Path:
-        folder = tmp_path_factory.mktemp("broken")
-        (folder / "config.json").write_text('{"model_type": "no_such_model", "architectures": ["NoSuchModel"]}')
-        return folder
-
-    return make

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_rl.engine.client import EngineClient
 from megatron_rl.engine.config import EngineConfig
 from megatron_rl.engine.errors import EngineError
 from megatron_rl.engine.records import Completion
-from megatron_rl.engine.server import engine_command, free_port, require_free_port, wait_until_ready
+from megatron_rl.engine.server import engine_command, require_free_port, wait_until_ready
 from megatron_rl.records import TensorSlot, WeightManifest
 from megatron_rl.weight_sync.errors import WeightSyncError
 from megatron_rl.weight_sync.nixl import NixlWriter
@@ -102,10 +101,10 @@ def test_running_requests_go_on_through_an_update_with_their_keys_and_values(ser
     async def run() -> list[Completion]:
         client = EngineClient(server.url, timeout_s=60)
         running = [
-            asyncio.create_task(client.generate(ids, max_tokens=300, temperature=1.0, stop_token_ids=[]))
+            asyncio.create_task(client.generate(ids, max_tokens=900, temperature=1.0, stop_token_ids=[]))
             for ids in prompts
         ]
-        await asyncio.sleep(0.4)
+        await _some_steps(client)
         await asyncio.to_thread(server.publish, server.second)
         completions = await asyncio.gather(*running)
         await client.close()
@@ -114,11 +113,17 @@ def test_running_requests_go_on_through_an_update_with_their_keys_and_values(ser
     completions = asyncio.run(run())
     for ids, completion in zip(prompts, completions, strict=True):
         versions = completion.weight_version
-        assert len(versions) == 300 and (np.diff(versions) >= 0).all()
+        assert len(versions) == 900 and (np.diff(versions) >= 0).all()
         assert set(versions.tolist()) == {old, old + 1}, "the update must fall into the sampling"
         switch = int((versions == old).sum())
         expected = _mixed_logp(server, ids, completion.token_ids.tolist(), switch)
         assert np.abs(expected - completion.logp).max() <= LOGP_MAX
+
+
+async def _some_steps(client: EngineClient) -> None:
+    """Returns when requests sent before have some tokens: the engine serves in order."""
+    await asyncio.sleep(0)
+    await client.generate(prompt(9), max_tokens=8, temperature=1.0, stop_token_ids=[])
 
 
 @torch.no_grad()
@@ -140,8 +145,8 @@ def test_new_requests_never_read_keys_and_values_of_older_weights(server: Any) -
         client = EngineClient(server.url, timeout_s=60)
         options: dict[str, Any] = dict(temperature=1.0, stop_token_ids=[])
         await client.generate(shared, max_tokens=2, **options)
-        running = asyncio.create_task(client.generate(shared, max_tokens=400, **options))
-        await asyncio.sleep(0.4)
+        running = asyncio.create_task(client.generate(shared, max_tokens=700, **options))
+        await _some_steps(client)
         await asyncio.to_thread(server.publish, server.second)
         completion = await client.generate(shared, max_tokens=8, **options)
         assert not running.done(), "the other request must still hold its blocks"
@@ -166,9 +171,7 @@ class _FlipsOneBit(NixlWriter):
 
 def test_damaged_version_is_refused_by_name_and_the_old_weights_stay_whole(server: Any) -> None:
     version = server.publish(server.first, fresh=True)
-    with pytest.raises(
-        WeightSyncError, match=r"do not match their checksum in model\.embed_tokens\.weight.*"
-    ) as error:
+    with pytest.raises(WeightSyncError, match=r"do not match their checksum in model\.embed_tokens\.weight.*") as error:
         server.publish(server.second, fresh=True, open_writer=_FlipsOneBit)
     assert server.url in str(error.value) and f"still serves version {version}" in str(error.value)
     assert server.control.weight_version() == version
@@ -205,14 +208,15 @@ def test_manifest_without_every_checksum_is_refused_by_name(server: Any) -> None
     assert server.control.weight_version() == version
 
 
-def test_engine_that_cannot_start_says_why(make_broken_model: Callable[[], Path], tmp_path: Path) -> None:
-    argv, environment = engine_command(EngineConfig(), make_broken_model(), platform="cpu", port=free_port())
+def test_engine_that_cannot_start_says_why(server: Any, tmp_path: Path) -> None:
+    model = server.log_path.parent / "first"
+    argv, environment = engine_command(EngineConfig(), model, platform="cpu", port=server.port)
     log_path = tmp_path / "engine.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log, stderr=log)
     with pytest.raises(EngineError, match=r"ended with status 1 while starting; last lines of .*engine\.log") as error:
         wait_until_ready("http://127.0.0.1:9", process, log_path, 60)
-    assert "no_such_model" in str(error.value)
+    assert f"engine.port must be free on 127.0.0.1, got {server.port}" in str(error.value)
 
 
 def test_killed_server_leaves_neither_process_nor_port(servers: dict[str, Any]) -> None:

@@ -21,11 +21,12 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 
-from megatron_rl.checkpoint.convert import load_hf, save_hf  # noqa: E402
+from megatron_rl.checkpoint import convert  # noqa: E402
+from megatron_rl.config import DataError  # noqa: E402
 from megatron_rl.distributed.groups import ParallelConfig, ParallelGroups, build_groups  # noqa: E402
 from megatron_rl.model.build import ModelConfig, build_model  # noqa: E402
 from megatron_rl.model.forward import DeviceBatch, full_logits, taken_logprobs  # noqa: E402
-from megatron_rl.model.hf_weights import export_hf, hf_layout  # noqa: E402
+from megatron_rl.model.hf_weights import export_hf, hf_layout, import_hf  # noqa: E402
 from megatron_rl.model.policy import PolicyModel  # noqa: E402
 
 LAYOUTS = {
@@ -101,7 +102,9 @@ def exported_to_owners(model: PolicyModel, groups: ParallelGroups, reference: Pa
     for name, tensor in export_hf(model, groups, owners=owners):
         right &= (tensor is not None) == (owners[name] == groups.rank)
         if tensor is not None:
-            right &= hashlib.sha256(repr(tensor.shape).encode() + tensor.numpy().tobytes()).hexdigest() == expected[name]
+            right &= (
+                hashlib.sha256(repr(tensor.shape).encode() + tensor.numpy().tobytes()).hexdigest() == expected[name]
+            )
     verdict = torch.tensor(int(right))
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict)
@@ -111,11 +114,11 @@ def measure(name: str, parallel: ParallelConfig, groups: ParallelGroups, root: P
     answers = torch.load(root / f"{name}.pt")
     model = build_model(ModelConfig(path=str(root / name)), parallel, groups, PLATFORM)
     nan_before = all(bool(parameter.isnan().all()) for parameter in model.parameters())
-    load_hf(model, root / name, groups)
+    convert.load_hf(model, root / name, groups)
     packed = full_logits(model, batch_of(answers, range(5))[0], groups)
     alone = per_document_logits(model, answers, groups)
     owners_right = exported_to_owners(model, groups, root / name)
-    save_hf(model, work / "back", groups, source=root / name)
+    convert.save_hf(model, work / "back", groups, source=root / name)
     grads, grad_norm, logp_error, entropy_error = gradients(model, answers, groups)
     result = {
         "nan_before_load": nan_before,
@@ -136,6 +139,43 @@ def measure(name: str, parallel: ParallelConfig, groups: ParallelGroups, root: P
     return result
 
 
+def refusals(root: Path, groups: ParallelGroups) -> dict[str, str]:
+    """What importing damaged weights says."""
+    from safetensors.torch import load_file
+
+    model = build_model(ModelConfig(path=str(root / "plain")), ParallelConfig(), groups, PLATFORM)
+    whole = load_file(root / "plain" / "model.safetensors")
+    norm, head = "model.norm.weight", "lm_head.weight"
+    damaged = {
+        "missing": {k: v for k, v in whole.items() if k != norm},
+        "extra": {**whole, "model.layers.9.mlp.gate.weight": whole[head]},
+        "misshapen": {**whole, head: whole[head][:-1]},
+        "nan": {**whole, norm: torch.full_like(whole[norm], torch.nan)},
+        "whole": whole,
+    }
+    said = {}
+    for name, tensors in damaged.items():
+        try:
+            available = {k: tuple(v.shape) for k, v in tensors.items()}
+            import_hf(model, groups, tensors.__getitem__, available=available)
+            said[name] = ""
+        except DataError as error:
+            said[name] = str(error)
+    return said
+
+
+def saved_in_small_files(root: Path, work: Path, groups: ParallelGroups) -> dict[str, Any]:
+    """A folder cut into many files, read again by this project."""
+    convert.MAX_SHARD_BYTES = 100_000
+    model = build_model(ModelConfig(path=str(root / "plain")), ParallelConfig(), groups, PLATFORM)
+    convert.load_hf(model, root / "plain", groups)
+    convert.save_hf(model, work / "small", groups, source=root / "plain")
+    convert.load_hf(model, work / "small", groups)
+    equal = file_hashes(work / "small") == file_hashes(root / "plain")
+    sizes = [file.stat().st_size for file in (work / "small").glob("*.safetensors")]
+    return {"equal": equal, "files": len(sizes), "largest": max(sizes)}
+
+
 def main() -> None:
     root, work = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -146,6 +186,9 @@ def main() -> None:
         groups = build_groups(parallel, PLATFORM, seed=1)
         for name in ("plain", "tied"):
             results[f"{layout}/{name}"] = measure(name, parallel, groups, root, work / f"{layout}_{name}")
+        if world_size == 1:
+            results["refusals"] = refusals(root, groups)
+            results["small_files"] = saved_in_small_files(root, work, groups)
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         (work / f"world{world_size}.json").write_text(json.dumps(results))

@@ -59,7 +59,10 @@ class Trainer:
         parallel, dtype = layout
         self.groups: ParallelGroups = build_groups(parallel, PLATFORM, seed=1)
         self.model: PolicyModel = build_model(
-            ModelConfig(path=str(model_path), dtype=dtype), parallel, self.groups, PLATFORM  # type: ignore[arg-type]
+            ModelConfig(path=str(model_path), dtype=dtype),
+            parallel,
+            self.groups,
+            PLATFORM,  # type: ignore[arg-type]
         )
         self.model_path, self.bf16 = model_path, dtype == "bfloat16"
 

@@ -22,7 +22,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def outcome(model_folder: Path, tmp_path_factory: pytest.TempPathFactory, run_script: Callable[..., None]) -> dict[str, str]:
+def outcome(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory, run_script: Callable[..., None]
+) -> dict[str, str]:
     """What check_patches.py saw."""
     out = tmp_path_factory.mktemp("patches") / "outcome.json"
     run_script("check_patches.py", 1, model_folder / "plain", out)

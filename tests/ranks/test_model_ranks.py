@@ -1,5 +1,6 @@
 """The model under every parallel layout against Hugging Face's own implementation, in float32."""
 
+import re
 from typing import Any
 
 import pytest
@@ -44,3 +45,22 @@ def test_weights_survive_import_and_export_bitwise(result: dict[str, Any]) -> No
 
 def test_each_exported_tensor_is_whole_on_its_owner_only(result: dict[str, Any]) -> None:
     assert result["owners_right"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", "weight model.norm.weight is missing"),
+        ("extra", "weight model.layers.9.mlp.gate.weight has no place"),
+        ("misshapen", r"weight lm_head.weight must have shape \[512, 64\] by config.json, got \[511, 64\]"),
+        ("nan", "NaN in the HF tensors of decoder.final_layernorm.weight"),
+        ("whole", "^$"),
+    ],
+)
+def test_damaged_weights_are_refused_by_name(measured: dict[str, Any], damage: str, said: str) -> None:
+    assert re.search(said, measured["refusals"][damage])
+
+
+def test_large_models_are_written_as_several_files_with_an_index(measured: dict[str, Any]) -> None:
+    small = measured["small_files"]
+    assert small["equal"] and small["files"] > 3 and small["largest"] < 150_000

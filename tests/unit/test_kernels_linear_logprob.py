@@ -15,9 +15,9 @@ Head = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def textbook(hidden: Tensor, head: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """All logits in the inputs' precision, log-softmax in float32 at least: what a model does without this kernel."""
-    logits = hidden @ head.t()
-    logp = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    """All logits, in float32 at least, as engine and trainer keep them; gradients end in the inputs' precision."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logp = (hidden.to(wide) @ head.to(wide).t() / temperature).log_softmax(-1)
     return logp.gather(1, token_ids[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 

@@ -140,5 +140,7 @@ def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
 def test_looking_at_models_and_checkpoints_imports_no_megatron() -> None:
     """Launchers check a run in milliseconds; Megatron takes seconds."""
     modules = ("model.folder", "model.config", "distributed.config", "distributed.device", "checkpoint.resume")
-    code = f"import sys\nfor m in {modules}: __import__(f'megatron_rl.{{m}}')\nassert 'megatron.core' not in sys.modules"
+    code = (
+        f"import sys\nfor m in {modules}: __import__(f'megatron_rl.{{m}}')\nassert 'megatron.core' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
