@@ -184,9 +184,9 @@ def _logit_gradient(
         slope = probs.mul_((-grad_logp * share)[:, None])
     else:
         grad_entropy, value = entropy
-        # log p + H = z - log sum exp z (of this shard) + log share + H
-        offset = logits_cV.amax(dim=1) - probs.amax(dim=1).log_() - log_share - value
-        slope = torch.sub(logits_cV, offset[:, None])
+        # log p + H, from the peak downwards: where p is large, log p must keep its digits.
+        slope = logits_cV - logits_cV.amax(dim=1, keepdim=True)
+        slope.add_((probs.amax(dim=1).log_() + log_share + value)[:, None])
         slope.mul_((-grad_entropy * share)[:, None]).sub_((grad_logp * share)[:, None]).mul_(probs)
     shard_size = slope.shape[1]
     here = (local_ids >= 0) & (local_ids < shard_size)

@@ -17,7 +17,7 @@ def save_random_state(file: Path) -> None:
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "megatron": _tracker().get_states(),
     }
     torch.save(state, file)
 
@@ -31,4 +31,10 @@ def load_random_state(file: Path) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
+    _tracker().set_states(state["megatron"])
+
+
+def _tracker() -> Any:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "build_groups makes the tracker"
+    return tracker

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -16,6 +15,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.model.policy import PolicyModel
@@ -42,7 +43,7 @@ def load_sharded(
             parameter.fill_(float("nan"))
     state = _sharded_state(model, groups, optimizer, is_loading=True)
     with _without_deprecations():
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded: Any = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded["model"])
     unwritten = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
     assert not unwritten, f"loading {folder} left {unwritten} unwritten"
@@ -65,11 +66,11 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
     to synchronise; the files are the same.
     """
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         state, *_ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
+        state_dict_saver.save(
             mcore_to_pyt_state_dict(state, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),

@@ -75,7 +75,7 @@ def prefix_turns(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(messages[:index], add_generation_prompt=True) if index else ""
+        before = render(messages[:index], add_generation_prompt=True)
         _check_prefix(text, before, f"what precedes message {index} with the generation prompt")
         up_to = render(messages[: index + 1], add_generation_prompt=False)
         end_of_turn = last_stop(up_to, len(before), len(up_to), stop_texts)

@@ -95,7 +95,7 @@ def gradient_clipping() -> None:
         scale = max_norm / (total_norm + 1.0e-6)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if scale < 1.0 and grads:
-            torch._foreach_mul_(grads, scale)
+            torch._foreach_mul_(grads, scale)  # type: ignore[attr-defined]
 
     _megatron("optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
 
@@ -131,10 +131,27 @@ PATCHES: dict[str, Callable[[], None]] = {
 }
 
 
+def import_megatron() -> None:
+    """Imports Megatron-Core with torch.compile switched off meanwhile: 2.5 instead of 4.5 CPU-seconds.
+
+    Megatron wraps its fused functions at import, which loads the whole compiler; the CPU's layers use none of them.
+    """
+
+    def leave_eager(function: Any = None, **_options: Any) -> Any:
+        return leave_eager if function is None else function
+
+    compile_function = torch.compile
+    torch.compile = leave_eager  # type: ignore[assignment]
+    try:
+        for name in ("models.gpt.gpt_layer_specs", "optimizer"):
+            _megatron(name)
+    finally:
+        torch.compile = compile_function
+
+
 def apply(*, leave_out: Collection[str] = ()) -> None:
     """Imports Megatron-Core and patches it; leave_out names patches to omit (tests prove each one needed)."""
-    for name in ("models.gpt.gpt_layer_specs", "optimizer"):
-        _megatron(name)
+    import_megatron()
     for name, patch in PATCHES.items():
         if name not in leave_out:
             patch()

@@ -19,7 +19,7 @@ class PackedAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_unused: Any) -> None:
         super().__init__(config)
-        self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        self.softmax_scale = softmax_scale or (config.kv_channels or 1) ** -0.5
 
     def forward(
         self,
@@ -76,7 +76,8 @@ class _ToCells(torch.autograd.Function):
         return stream.index_select(0, token_of_cell)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
         (cell_of_token,) = ctx.saved_tensors
         return grad.index_select(0, cell_of_token), None, None
 
@@ -91,7 +92,8 @@ class _ToTokens(torch.autograd.Function):
         return stream.index_select(0, cell_of_token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         (cell_of_token,) = ctx.saved_tensors
         return grad.new_zeros(ctx.num_cells, *grad.shape[1:]).index_copy_(0, cell_of_token, grad), None
 
@@ -108,7 +110,8 @@ class _Rotate(torch.autograd.Function):
         return _rotate(x, cos, sin, sign=1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, sin, sign=-1.0), None, None
 

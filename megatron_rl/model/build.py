@@ -47,7 +47,7 @@ def build_from_config(
     )
     model = PolicyModel(
         config,
-        _layer_spec(config, platform),
+        _layer_spec(config, platform),  # type: ignore[arg-type]
         position_embedding_type="none" if platform.kind == "cpu" else "rope",
         parallel_output=True,
         pg_collection=groups.pg,

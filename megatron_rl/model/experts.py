@@ -22,6 +22,7 @@ class Router(MegatronModule):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
+        assert config.num_moe_experts is not None, "an MoE layer has experts"
         self.top_k = config.moe_router_topk
         self.softmax_over_all = config.moe_router_pre_softmax
         self.weight = torch.nn.Parameter(
@@ -46,6 +47,7 @@ class GroupedExperts(MegatronModule):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         self.ep_group, self.expert_dp_group = pg_collection.ep, pg_collection.expt_dp
+        assert config.num_moe_experts and config.moe_ffn_hidden_size, "an MoE layer has experts"
         num_local_experts = config.num_moe_experts // self.ep_group.size()
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1_weight = torch.nn.Parameter(
@@ -87,9 +89,10 @@ class ExpertLayer(MegatronModule):
         super().__init__(config)
         self.ep_group = pg_collection.ep
         self.ep_size = self.ep_group.size()
-        self.num_local_experts = config.num_moe_experts // self.ep_size
         self.router = Router(config)
         self.experts = GroupedExperts(config, pg_collection)
+        self.num_local_experts = len(self.experts.linear_fc1_weight)
+        self.num_experts = self.num_local_experts * self.ep_size
 
     def forward(self, hidden_states: Tensor, **_unused: Any) -> tuple[Tensor, None]:
         """[tokens of this rank, 1, H] -> (the same shape, no bias)."""
@@ -98,7 +101,7 @@ class ExpertLayer(MegatronModule):
         chosen = experts_NK.flatten()
         row_order = chosen.argsort(stable=True)
         row_of_choice = _inverse(row_order)
-        rows_per_expert = chosen.bincount(minlength=self.config.num_moe_experts)
+        rows_per_expert = chosen.bincount(minlength=self.num_experts)
         rows = _Expand.apply(hidden_NH, row_order, row_of_choice, self.router.top_k)
         if self.ep_size == 1:
             rows = self.experts(rows, rows_per_expert)
@@ -136,7 +139,8 @@ class _Permute(torch.autograd.Function):
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
@@ -150,7 +154,8 @@ class _Expand(torch.autograd.Function):
         return hidden_NH.index_select(0, row_order // top_k)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = grads
         per_choice = grad.index_select(0, ctx.saved_tensors[0])
         return per_choice.unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
 
@@ -165,7 +170,8 @@ class _Combine(torch.autograd.Function):
         return torch.bmm(weights_NK.unsqueeze(1), per_choice).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad_NH,) = grads
         per_choice, weights_NK, row_order = ctx.saved_tensors
         grad_weights = torch.bmm(per_choice, grad_NH.unsqueeze(2)).squeeze(2)
         grad_rows = (weights_NK.unsqueeze(2) * grad_NH.unsqueeze(1)).flatten(0, 1).index_select(0, row_order)
@@ -182,7 +188,8 @@ class _SwiGlu(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
+        (grad,) = grads
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)

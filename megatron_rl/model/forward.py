@@ -110,6 +110,7 @@ def _hidden(model: torch.nn.Module, batch: DeviceBatch, groups: ParallelGroups, 
 def _documents(policy: PolicyModel, batch: DeviceBatch) -> PackedSeqParams:
     if policy.position_embedding_type == "none":
         config = policy.config
+        assert config.kv_channels is not None, "every family gives the head dimension"
         return pack_documents(
             batch.lengths, head_dim=config.kv_channels, rope_base=policy.rotary_base, dtype=config.params_dtype
         )

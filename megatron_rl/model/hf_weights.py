@@ -92,6 +92,7 @@ class _Locator:
     def __init__(self, model: PolicyModel, groups: ParallelGroups, select: Select) -> None:
         self.parameters = dict(model.named_parameters())
         self.select = select
+        assert model.config.num_moe_experts is not None, "every supported family has experts"
         self.experts_per_rank = model.config.num_moe_experts // groups.ep_size
         self.first_expert = groups.ep_rank * self.experts_per_rank
 

@@ -72,4 +72,4 @@ def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             pre_mlp_layernorm=RMSNorm,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)  # type: ignore[arg-type]

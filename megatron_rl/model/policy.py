@@ -23,6 +23,10 @@ class PolicyModel(GPTModel):
     @property
     def head_weight(self) -> Tensor:
         """This rank's rows of the output projection, [V / tp, H]; the embedding itself when tied."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        assert weight is not None, "one pipeline stage holds embedding and head"
+        return weight

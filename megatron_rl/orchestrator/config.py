@@ -21,6 +21,8 @@ class OrchestratorConfig(ConfigModel):
     """Admitted groups a step aims at; fewer are trained when redraws run out."""
     max_redraws: int = Field(ge=0, default=2)
     """How often a dropped group is redrawn from its environment before its place stays empty. (SPEC 2)"""
+    max_empty_rounds: int = Field(ge=0, default=10)
+    """How often a step without any group to learn from is drawn anew, from other prompts, before it is an error."""
     microbatch_tokens: int = Field(ge=16, default=8192)
     """Capacity of one packed microbatch."""
     max_concurrent_rollouts: int = Field(ge=1, default=256)

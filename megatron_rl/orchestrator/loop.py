@@ -89,16 +89,8 @@ class Orchestrator:
     async def step_batch(self, request: wire.BatchRequest) -> StepBatch:
         """Samples groups until the step is full or redraws run out, and packs what was admitted."""
         started = time.monotonic()
-        slots = await asyncio.gather(*(self._fill_slot() for _ in range(self._config.groups_per_step)))
-        groups = [group for drawn, _ in slots for group in drawn]
-        samples = [sample for _, admitted in slots for sample in admitted]
-        dropped = Counter(reason for drawn, _ in slots for group in drawn if (reason := admit_group(group).reason))
-        if not samples:
-            raise NothingToTrainError(
-                f"step {request.step} needs at least one group with different rewards, got none of {len(groups)} "
-                f"({dict(dropped)}); choose easier or harder tasks or a larger rollout.group_size; first error: "
-                f"{_first_error(groups) or 'none'}"
-            )
+        drawn, admitted = await self._draw_groups(request.step)
+        samples = [sample for group_samples in admitted for sample in group_samples]
         microbatches = pack_for_ranks(
             samples,
             capacity=self._config.microbatch_tokens,
@@ -106,15 +98,29 @@ class Orchestrator:
             pad_multiple=self._pad_multiple,
             pad_id=self._renderer.pad_id,
         )
-        kept = sum(1 for _, admitted in slots if admitted)
-        self._source.state.groups_trained += kept
-        metrics = _group_metrics(groups, dropped, kept, request.weight_version)
+        self._source.state.groups_trained += len(admitted)
+        metrics = _group_metrics(drawn, len(admitted), request.weight_version)
         metrics["perf/generation_s"] = Last(time.monotonic() - started)
         return StepBatch(
             step=request.step,
             microbatches=microbatches,
             num_trained=_denominator(samples),
             metrics={name: to_wire(value) for name, value in metrics.items()},
+        )
+
+    async def _draw_groups(self, step: int) -> tuple[list[RolloutGroup], list[list[Sample]]]:
+        """(all groups drawn, samples of each admitted one); other prompts if a whole round has nothing to learn."""
+        drawn: list[RolloutGroup] = []
+        for _ in range(1 + self._config.max_empty_rounds):
+            slots = await asyncio.gather(*(self._fill_slot() for _ in range(self._config.groups_per_step)))
+            drawn += [group for groups, _ in slots for group in groups]
+            admitted = [samples for _, samples in slots if samples]
+            if admitted:
+                return drawn, admitted
+        raise NothingToTrainError(
+            f"step {step} needs at least one group with different rewards, got none of {len(drawn)} "
+            f"({dict(_drop_reasons(drawn))}); choose easier or harder tasks or a larger rollout.group_size; "
+            f"first error: {_first_error(drawn) or 'none'}"
         )
 
     async def _fill_slot(self) -> tuple[list[RolloutGroup], list[Sample]]:
@@ -153,9 +159,11 @@ def _denominator(samples: Sequence[Sample]) -> int:
     return max(1, total)
 
 
-def _group_metrics(
-    groups: Sequence[RolloutGroup], dropped: Counter[str], kept: int, weight_version: int
-) -> dict[str, Value]:
+def _drop_reasons(groups: Sequence[RolloutGroup]) -> Counter[str]:
+    return Counter(reason for group in groups if (reason := admit_group(group).reason))
+
+
+def _group_metrics(groups: Sequence[RolloutGroup], kept: int, weight_version: int) -> dict[str, Value]:
     rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.error]
     lengths = [int(sum(s.sampled.sum() for s in rollout.segments)) for rollout in rollouts]
     versions = [int(s.weight_version[s.sampled].min()) for r in rollouts for s in r.segments if s.sampled.any()]
@@ -170,7 +178,7 @@ def _group_metrics(
         "groups/kept": Last(kept),
         "staleness/max": Max(max((weight_version - v for v in versions), default=0)),
     }
-    metrics |= {f"groups/dropped/{reason}": Last(count) for reason, count in dropped.items()}
+    metrics |= {f"groups/dropped/{reason}": Last(count) for reason, count in _drop_reasons(groups).items()}
     signals: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.signals.items():

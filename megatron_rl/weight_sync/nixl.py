@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class NixlArena:
     def __init__(self, nbytes: int, *, ucx_tls: str) -> None:
         self._agent = _start_agent("engine", ucx_tls)
         memory = torch.empty(2, nbytes, dtype=torch.uint8).fill_(0)
-        self.halves: Sequence[Tensor] = list(memory)
+        self.halves = list(memory)
         self._registration = self._agent.register_memory(memory)
         self._closing = threading.Event()
         self._progress = threading.Thread(target=self._make_progress, name="weight-arena", daemon=True)
@@ -57,12 +56,6 @@ class NixlArena:
         self._agent.deregister_memory(self._registration)
 
 
-@dataclass
-class _Peer:
-    name: str
-    address: ArenaAddress
-
-
 class NixlWriter:
     """Trainer side."""
 
@@ -70,16 +63,16 @@ class NixlWriter:
         self._agent = _start_agent("trainer", ucx_tls)
         self.staging = torch.empty(max(nbytes, 1), dtype=torch.uint8).fill_(0)
         self._registration = self._agent.register_memory(self.staging)
-        self._peers: list[_Peer] = []
+        self._peers: list[ArenaAddress] = []
 
     def connect(self, address: ArenaAddress) -> None:
         """TransportError if the peer cannot be reached."""
         try:
-            name = self._agent.add_remote_agent(base64.b64decode(address.metadata))
-            self._agent.make_connection(name)
+            self._agent.add_remote_agent(base64.b64decode(address.metadata))
+            self._agent.make_connection(address.peer)
         except Exception as error:
             raise TransportError(f"no connection to the weight arena {address.peer}: {error}") from error
-        self._peers.append(_Peer(name, address))
+        self._peers.append(address)
 
     def write(self, pieces: Sequence[Piece], *, buffer_index: int, timeout_s: float) -> None:
         """All pieces into one half of every connected arena. TransportError names every peer that failed.
@@ -90,22 +83,22 @@ class NixlWriter:
             return
         deadline = time.monotonic() + timeout_s
         transfers, failed = {}, {}
-        for peer in self._peers:
+        for address in self._peers:
             try:
-                transfers[peer.name] = self._start(peer, pieces, buffer_index)
+                transfers[address.peer] = self._start(address, pieces, buffer_index)
             except Exception as error:
-                failed[peer.name] = f"{type(error).__name__}: {error}"
+                failed[address.peer] = f"{type(error).__name__}: {error}"
         failed |= self._finish(transfers, deadline, timeout_s)
         if failed:
             raise TransportError("; ".join(f"writing weights to {name} failed: {why}" for name, why in failed.items()))
 
-    def _start(self, peer: _Peer, pieces: Sequence[Piece], buffer_index: int) -> Any:
-        source, target = self.staging.data_ptr(), peer.address.buffers[buffer_index]
+    def _start(self, address: ArenaAddress, pieces: Sequence[Piece], buffer_index: int) -> Any:
+        source, target = self.staging.data_ptr(), address.buffers[buffer_index]
         handle = self._agent.initialize_xfer(
             "WRITE",
             self._agent.get_xfer_descs([(source + p.source, p.nbytes, 0) for p in pieces], mem_type="DRAM"),
             self._agent.get_xfer_descs([(target + p.target, p.nbytes, 0) for p in pieces], mem_type="DRAM"),
-            peer.name,
+            address.peer,
         )
         if self._agent.transfer(handle) == "ERR":
             raise TransportError("NIXL refused to start the write")
@@ -135,8 +128,8 @@ class NixlWriter:
 
     def close(self) -> None:
         """Forgets the peers and ends the registration."""
-        for peer in self._peers:
-            self._agent.remove_remote_agent(peer.name)
+        for address in self._peers:
+            self._agent.remove_remote_agent(address.peer)
         self._peers.clear()
         self._agent.deregister_memory(self._registration)
 

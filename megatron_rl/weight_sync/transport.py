@@ -41,8 +41,10 @@ class Piece(msgspec.Struct, frozen=True):
 class Arena(Protocol):
     """Engine side: two halves of registered memory."""
 
-    halves: Sequence[Tensor]
-    """uint8 [nbytes] each."""
+    @property
+    def halves(self) -> Sequence[Tensor]:
+        """uint8 [nbytes] each."""
+        ...
 
     @property
     def address(self) -> ArenaAddress: ...

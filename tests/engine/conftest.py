@@ -31,7 +31,7 @@ def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
@@ -47,7 +47,7 @@ def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
         tie_word_embeddings=tied,
         initializer_range=0.08,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

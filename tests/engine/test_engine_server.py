@@ -34,7 +34,7 @@ def prompt(index: int, length: int = 40) -> list[int]:
 
 def sample(server: Any, prompts: list[list[int]], **options: Any) -> list[Completion]:
     """One completion per prompt, all at the same time."""
-    arguments = dict(max_tokens=24, temperature=1.0, stop_token_ids=[]) | options
+    arguments: dict[str, Any] = dict(max_tokens=24, temperature=1.0, stop_token_ids=[]) | options
 
     async def run() -> list[Completion]:
         client = EngineClient(server.url, timeout_s=60)

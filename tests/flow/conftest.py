@@ -1,5 +1,6 @@
 """Runs of the real command in subprocesses, and a tiny model for them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,16 +10,57 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl.cli.tiny import make_tiny
 
+SFT_STEPS = 36
+
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with tokenizer and a few SFT rows."""
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder, seed=0, num_train=64, num_heldout=8)
-    return folder
+def sft_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Writes the config of a short SFT run into a folder: a tiny random model learns to answer in one or two words."""
+    tiny = tmp_path_factory.mktemp("tiny")
+    model = make_tiny(tiny, seed=0, num_train=8, num_heldout=2).model
+    rows = tiny / "rows.jsonl"
+    with rows.open("w") as stream:
+        for index in range(64):
+            answer = ["ja", "nein", "ja nein", "nein ja"][index * 7 % 4]
+            turns = [{"role": "user", "content": f"Frage {index}"}, {"role": "assistant", "content": answer}]
+            stream.write(json.dumps({"messages": turns}) + "\n")
+
+    def write(folder: Path) -> Path:
+        tree = {
+            "run": {"dir": str(folder / "run"), "platform": "cpu"},
+            "model": {"path": str(model), "dtype": "float32"},
+            "context_length": 128,
+            "data": {
+                "train": [str(rows)],
+                "heldout": [str(rows)],
+                "samples_per_step": 16,
+                "microbatch_tokens": 256,
+            },
+            "trainer": {
+                "steps": SFT_STEPS,
+                "heldout_every_steps": 12,
+                "optimizer": {"lr": 3e-3},
+                "checkpoint": {"every_steps": 4},
+            },
+        }
+        path = folder / "sft.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def sft_run(sft_config: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an SFT run that went through."""
+    folder = tmp_path_factory.mktemp("sft")
+    run = Command(["sft", str(sft_config(folder))], folder / "output.txt")
+    assert run.wait(240) == 0, run.text()
+    return folder / "run"
 
 
 class Command:

@@ -1,4 +1,4 @@
-"""An environment that a random model sometimes passes: reward 1 when the answer's length in characters is even."""
+"""An environment that any model sometimes passes if it ends its turns: reward 1 when the answer's length is even."""
 
 from megatron_rl.config import ConfigModel
 from megatron_rl.records import Prompt

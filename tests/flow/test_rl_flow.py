@@ -15,11 +15,11 @@ import yaml
 STEPS = 8
 
 
-def rl_config(tiny: Path, folder: Path) -> Path:
-    """Writes a config for a few quick steps on a task that a random model sometimes passes."""
+def rl_config(model: Path, folder: Path) -> Path:
+    """Writes a config for a few quick steps on a task that the model sometimes passes."""
     tree = {
         "run": {"dir": str(folder / "run"), "platform": "cpu"},
-        "model": {"path": str(tiny / "model"), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32"},
         "environments": [{"name": "parity_env:ParityEnvironment"}],
         "rollout": {"group_size": 4, "max_new_tokens": 12, "context_length": 128},
         "engine": {"dtype": "float32"},
@@ -27,7 +27,7 @@ def rl_config(tiny: Path, folder: Path) -> Path:
         "trainer": {
             "steps": STEPS,
             "eval_every_steps": STEPS,
-            "optimizer": {"lr": 1e-3},
+            "optimizer": {"lr": 2e-4},
             "checkpoint": {"every_steps": 2},
         },
     }
@@ -88,11 +88,11 @@ def assert_numbers_agree(run_dir: Path) -> None:
 
 
 def test_a_run_survives_every_death_and_both_sides_agree(
-    tiny: Path, tmp_path: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
+    sft_run: Path, tmp_path: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
     monkeypatch.setenv("MEGATRON_RL_TEST_RUN", str(run_dir))
-    config = str(rl_config(tiny, tmp_path))
+    config = str(rl_config(sft_run / "hf", tmp_path))
 
     # kill -9 of a trainer rank, temperature 1
     run = command("rl", config)
@@ -102,16 +102,16 @@ def test_a_run_survives_every_death_and_both_sides_agree(
     assert_ends_naming(run, "trainer", run_dir, time.monotonic())
     assert_numbers_agree(run_dir)
 
-    # kill -9 of the engine, temperature .7
-    run = command("rl", config, "rollout.temperature=0.7")
+    # kill -9 of the engine, temperature .7, two tensor-parallel ranks that go on from one rank's checkpoint
+    run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.tensor=2")
     run.wait_for(lambda: (run_dir / "checkpoints" / "step_000004").exists(), 180)
     assert "resuming" in run.text() and "rollout.temperature" in run.text()
     processes_of(run_dir, "megatron_rl.engine.server")[0].kill()
     assert_ends_naming(run, "engine-0", run_dir, time.monotonic())
     assert_numbers_agree(run_dir)
 
-    # Ctrl-C
-    run = command("rl", config, "rollout.temperature=0.7")
+    # Ctrl-C, two expert-parallel ranks, which are two data-parallel ranks too
+    run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.expert=2")
     run.wait_for(lambda: (run_dir / "checkpoints" / "step_000006").exists(), 180)
     run.process.send_signal(signal.SIGINT)
     killed_at = time.monotonic()
@@ -119,7 +119,7 @@ def test_a_run_survives_every_death_and_both_sides_agree(
     assert time.monotonic() - killed_at < 30
     assert_nothing_is_left(run_dir)
 
-    # the rest
+    # the rest, on one rank again
     run = command("rl", config, "rollout.temperature=0.7")
     assert run.wait(240) == 0, run.text()
     assert_nothing_is_left(run_dir)

@@ -16,7 +16,7 @@ def hf_model(folder: Path) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
@@ -30,7 +30,8 @@ def hf_model(folder: Path) -> Any:
         norm_topk_prob=True,
         dtype="bfloat16",
     )
-    model = Qwen3MoeForCausalLM(config).bfloat16()
+    config = Qwen3MoeConfig(**sizes)
+    model: Any = Qwen3MoeForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
     return model.cuda()
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import megatron_on_cpu
 
-megatron_on_cpu._megatron("optimizer")
+megatron_on_cpu.import_megatron()
 
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
@@ -58,7 +58,7 @@ def train_one_step(folder: Path, dtype: str, groups: ParallelGroups) -> None:
 
 def first_draws_per_rank(groups: ParallelGroups) -> list[float]:
     """What each tensor-parallel rank would initialise a sharded weight with."""
-    with get_cuda_rng_tracker().fork():
+    with get_cuda_rng_tracker().fork():  # type: ignore[union-attr]
         draw = torch.empty(1).normal_()
     draws = [torch.empty(1) for _ in range(2)]
     dist.all_gather(draws, draw, group=groups.tp_group)

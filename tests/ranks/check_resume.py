@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from megatron_rl.model.forward import DeviceBatch, taken_logprobs  # noqa: E402
 from megatron_rl.model.hf_weights import export_hf  # noqa: E402
 from megatron_rl.model.policy import PolicyModel  # noqa: E402
 
-Layout = tuple[ParallelConfig, str]
+Layout = tuple[ParallelConfig, Literal["float32", "bfloat16"]]
 LAYOUTS: dict[int, dict[str, Layout]] = {
     1: {"single": (ParallelConfig(), "float32"), "single_bf16": (ParallelConfig(), "bfloat16")},
     2: {
@@ -62,7 +62,7 @@ class Trainer:
             ModelConfig(path=str(model_path), dtype=dtype),
             parallel,
             self.groups,
-            PLATFORM,  # type: ignore[arg-type]
+            PLATFORM,
         )
         self.model_path, self.bf16 = model_path, dtype == "bfloat16"
 
@@ -101,7 +101,7 @@ class Trainer:
             if tensor is not None:
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         draws = [random.random(), float(np.random.rand()), float(torch.rand(1))]
-        with get_cuda_rng_tracker().fork():
+        with get_cuda_rng_tracker().fork():  # type: ignore[union-attr]
             draws.append(float(torch.rand(1)))
         per_rank: list[Any] = [None] * self.groups.world_size
         dist.all_gather_object(per_rank, (losses, draws))
@@ -122,7 +122,7 @@ def straight(layout: Layout, root: Path, checkpoints: Path) -> dict[str, Any]:
     losses = [trainer.step(0)]
     for generator in (random.seed, np.random.seed, torch.manual_seed):
         generator(40 + trainer.groups.rank)
-    save = dict(model=trainer.model, optimizer=optimizer, groups=trainer.groups, config=CONFIG)
+    save: dict[str, Any] = dict(model=trainer.model, optimizer=optimizer, groups=trainer.groups, config=CONFIG)
     save_training_state(checkpoints, step=1, extra={}, **save)
     losses.append(trainer.step(1))
     save_training_state(checkpoints, step=2, extra={"data": b"\x00state"}, **save)
@@ -166,7 +166,7 @@ def die_while_saving(root: Path, checkpoints: Path) -> None:
     """One complete checkpoint, then this process is killed in the middle of the second."""
     trainer = Trainer(root / "plain", LAYOUTS[1]["single"])
     load_hf(trainer.model, root / "plain", trainer.groups)
-    save = dict(model=trainer.model, optimizer=trainer.start(), groups=trainer.groups, config=CONFIG)
+    save: dict[str, Any] = dict(model=trainer.model, optimizer=trainer.start(), groups=trainer.groups, config=CONFIG)
     trainer.step(0)
     save_training_state(checkpoints, step=1, extra={}, **save)
     save_training_state(checkpoints, step=2, extra=DieWhenRead(), **save)

@@ -49,11 +49,12 @@ def test_torch_and_transformers_are_untouched_by_the_patches(model_folder: Path)
     code = """
 import sys, torch
 before = {n: getattr(torch.cuda, n) for n in ("current_device", "manual_seed", "get_rng_state", "Stream")}
-factories = (torch.empty, torch.zeros, torch.tensor, torch.Tensor.type, torch.Tensor.cuda)
+functions = (torch.empty, torch.zeros, torch.tensor, torch.compile, torch.Tensor.type, torch.Tensor.cuda)
 from megatron_rl.distributed.device import start_platform
 start_platform("cpu")
+assert "torch._inductor.compile_fx" not in sys.modules, "importing Megatron must not load the compiler"
 assert all(getattr(torch.cuda, n) is f for n, f in before.items())
-assert factories == (torch.empty, torch.zeros, torch.tensor, torch.Tensor.type, torch.Tensor.cuda)
+assert functions == (torch.empty, torch.zeros, torch.tensor, torch.compile, torch.Tensor.type, torch.Tensor.cuda)
 from transformers import Qwen3MoeForCausalLM
 rope = Qwen3MoeForCausalLM.from_pretrained(sys.argv[1]).model.rotary_emb
 exact = 1.0 / 10000.0 ** (torch.arange(0, 32, 2, dtype=torch.float64) / 32)

@@ -153,6 +153,11 @@ def test_ranks_differ_by_at_most_one_sample(sizes: list[int], data_parallel_size
     assert max(loads) - min(loads) <= max(sizes) - 1
 
 
+def test_the_longest_samples_are_placed_first() -> None:
+    ranks = pack_for_ranks(samples([11, 11, 21]), capacity=CAPACITY, data_parallel_size=2)
+    assert [[batch.sample_ids for batch in own] for own in ranks] == [[["s2"]], [["s0", "s1"]]]
+
+
 def test_a_rank_without_work_gets_padding_that_trains_nothing() -> None:
     ranks = pack_for_ranks(samples([9], rl=True), capacity=CAPACITY, data_parallel_size=2, pad_multiple=4, pad_id=5)
     (filler,) = ranks[1]

@@ -188,6 +188,14 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]], str]] = 
         "<|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n«v<|eot_id|>»",
     ),
+    "headers: the assistant speaks first": (
+        HEADERS,
+        [assistant("hi"), user("q"), assistant("a")],
+        [],
+        "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n«hi<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«a<|eot_id|>»",
+    ),
     "marked, end-of-turn token behind the block": (
         MARKED,
         [user("a"), assistant("b</s>"), user("c"), assistant("d<|endoftext|>e"), user("f"), assistant("")],

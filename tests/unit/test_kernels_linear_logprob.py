@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron_rl_kernels import linear_logprob
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = [(1, 4, 2), (5, 3, 7), (63, 17, 101), (130, 24, 33), (64, 16, 512)]
 """(T, H, V): one token, one more than a chunk, odd everything."""
@@ -34,7 +35,9 @@ def textbook_in_chunks(chunk: int) -> Head:
 
 
 def kernel(chunk: int | None) -> Head:
-    return lambda hidden, head, ids, temperature: linear_logprob(hidden, head, ids, temperature=temperature, chunk=chunk)
+    return lambda hidden, head, token_ids, temperature: linear_logprob(
+        hidden, head, token_ids, temperature=temperature, chunk=chunk
+    )
 
 
 def inputs(num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
@@ -48,15 +51,15 @@ def inputs(num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtyp
 def run(head_fn: Head, given: tuple[Tensor, ...], dtype: torch.dtype, temperature: float, sends: str) -> list[Tensor]:
     """[logp, entropy, hidden gradient, head gradient] in float64; sends: which results the loss uses."""
     hidden, head, token_ids, grad_logp, grad_entropy = given
-    leaves = [hidden.to(dtype, copy=True).requires_grad_(), head.to(dtype, copy=True).requires_grad_()]
-    logp, entropy = head_fn(*leaves, token_ids, temperature)
+    hidden, head = (leaf.to(dtype, copy=True).requires_grad_() for leaf in (hidden, head))
+    logp, entropy = head_fn(hidden, head, token_ids, temperature)
     loss = torch.zeros((), dtype=logp.dtype)
     if "logp" in sends:
         loss = loss + logp @ grad_logp.to(logp.dtype)
     if "entropy" in sends:
         loss = loss + entropy @ grad_entropy.to(entropy.dtype)
     loss.backward()
-    return [out.detach().double() for out in (logp, entropy, *(leaf.grad for leaf in leaves)) if out is not None]
+    return [out.detach().double() for out in (logp, entropy, hidden.grad, head.grad) if out is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -156,7 +159,7 @@ def test_no_tensor_of_the_forward_or_backward_has_all_logits() -> None:
     num_tokens, hidden_size, vocab_size, chunk = 400, 8, 300, 16
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
@@ -193,7 +196,11 @@ def test_no_tensor_of_the_forward_or_backward_has_all_logits() -> None:
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], says: str) -> None:
-    fitting = {"hidden_TH": torch.zeros(3, 4), "head_VH": torch.zeros(6, 4), "token_ids": torch.tensor([0, 5, 2])}
+    fitting: dict[str, Any] = {
+        "hidden_TH": torch.zeros(3, 4),
+        "head_VH": torch.zeros(6, 4),
+        "token_ids": torch.tensor([0, 5, 2]),
+    }
     linear_logprob(**fitting)
     with pytest.raises(ValueError, match=says):
         linear_logprob(**(fitting | change))

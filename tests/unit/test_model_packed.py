@@ -1,5 +1,6 @@
 """Attention over packed documents: its layout, and its values and gradients against float64."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -75,10 +76,13 @@ def test_values_and_gradients_are_as_good_as_an_honest_float32_reference(lengths
     exact = [torch.randn(num_tokens, n, head_dim, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
     upstream = torch.randn(num_tokens, heads * head_dim, dtype=torch.float64)
 
-    def run(attend, dtype: torch.dtype) -> list[torch.Tensor]:
+    def run(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(dtype).requires_grad_() for x in exact]
         out = attend(*inputs)
         return [out.detach(), *torch.autograd.grad((out * upstream.to(dtype)).sum(), inputs)]
+
+    def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return exact_attention(query, key, value, lengths)
 
     config = SimpleNamespace(kv_channels=head_dim)
     layer = PackedAttention(config)  # type: ignore[arg-type]
@@ -87,8 +91,8 @@ def test_values_and_gradients_are_as_good_as_an_honest_float32_reference(lengths
     def packed(*inputs: torch.Tensor) -> torch.Tensor:
         return layer(*(x.unsqueeze(1) for x in inputs), None, packed_seq_params=documents).squeeze(1)
 
-    truth = run(lambda *x: exact_attention(*x, lengths), torch.float64)
-    honest = run(lambda *x: exact_attention(*x, lengths), torch.float32)
+    truth = run(written_out, torch.float64)
+    honest = run(written_out, torch.float32)
     for got, plain, want in zip(run(packed, torch.float32), honest, truth, strict=True):
         assert (got - want).abs().max() <= 2 * (plain - want).abs().max()
 

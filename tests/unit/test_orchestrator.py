@@ -119,10 +119,14 @@ def test_a_group_without_spread_is_redrawn_from_its_environment_and_counted() ->
     assert engine.calls == 4 and source.state.next_index == {"one": 2}
 
 
-def test_a_step_without_any_signal_is_an_error_that_says_why() -> None:
-    orchestrator, _, _ = make(["x"], max_redraws=1)
+def test_a_step_without_any_signal_is_drawn_anew_and_then_an_error_that_says_why() -> None:
+    orchestrator, source, _ = make([*["x"] * 4, "a", "x", "x", "x"], max_empty_rounds=1)
+    batch = asyncio.run(orchestrator.step_batch(REQUEST))
+    assert from_wire(batch.metrics["groups/drawn"]).result() == 4 and source.state.next_index == {"one": 4}
+    orchestrator, _, engine = make(["x"], max_redraws=1, max_empty_rounds=2)
     with pytest.raises(NothingToTrainError, match=r"no_spread.*group_size"):
         asyncio.run(orchestrator.step_batch(REQUEST))
+    assert engine.calls == 3 * 2 * 2 * 2
 
 
 def test_failed_rollouts_leave_before_the_baseline() -> None:
