@@ -12,9 +12,9 @@ from typing import Annotated
 import torch.distributed as dist
 import typer
 
-from megatron_rl.checkpoint.convert import Direction, convert
+from megatron_rl.checkpoint.config import Direction
 from megatron_rl.distributed.config import ParallelConfig
-from megatron_rl.distributed.device import PlatformKind
+from megatron_rl.distributed.device import PlatformKind, start_platform
 
 
 def main(
@@ -28,6 +28,10 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: that of config.json.")] = None,
 ) -> None:
     """Convert weights tensor by tensor; the target appears whole or not at all."""
+    start_platform(platform)
+    # Importing Megatron is faster, and quieter, after the platform was chosen.
+    from megatron_rl.checkpoint.convert import convert
+
     parallel = ParallelConfig(tensor=tensor, expert=expert)
     convert(
         source,

@@ -1,8 +1,14 @@
-"""When training state is saved. Importable without Megatron."""
+"""When training state is saved, and what can be converted. Importable without Megatron."""
+
+from typing import Literal
 
 from pydantic import Field
 
 from megatron_rl.config import ConfigModel
+
+
+Direction = Literal["to_megatron", "to_hf"]
+"""Of a conversion: a Hugging Face folder to a Megatron checkpoint folder, or the way back."""
 
 
 class CheckpointConfig(ConfigModel):

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.checkpoint.config import Direction
 from megatron_rl.checkpoint.folders import STATE_NAME, new_folder
 from megatron_rl.checkpoint.sharded import load_sharded, save_sharded
 from megatron_rl.config import ConfigError
@@ -24,8 +25,6 @@ from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import INDEX_NAME, SINGLE_NAME, check_model_folder, read_hf_config, weight_files
 from megatron_rl.model.hf_weights import HfTensorSpec, export_hf, hf_layout, import_hf
 from megatron_rl.model.policy import PolicyModel
-
-Direction = Literal["to_megatron", "to_hf"]
 
 MAX_SHARD_BYTES = 4 * 2**30
 """Largest safetensors file; a single larger tensor gets a file of its own."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
+_applied: set[str] = set()
 
 
 class _Stand(types.ModuleType):
@@ -150,8 +151,9 @@ def import_megatron() -> None:
 
 
 def apply(*, leave_out: Collection[str] = ()) -> None:
-    """Imports Megatron-Core and patches it; leave_out names patches to omit (tests prove each one needed)."""
+    """Imports Megatron-Core and patches it, once per process; leave_out: patches to omit (tests prove each needed)."""
     import_megatron()
     for name, patch in PATCHES.items():
-        if name not in leave_out:
+        if name not in leave_out and name not in _applied:
             patch()
+            _applied.add(name)

@@ -63,6 +63,7 @@ class SftTrainer:
             pad_multiple=groups.tp_size,
             pad_id=renderer.pad_id,
         )
+        self.has_heldout = bool(heldout)
         self.stream = SftStream(
             train,
             config=job.data,
@@ -91,7 +92,7 @@ class SftTrainer:
         config = self.job.trainer
         while self.step < config.steps:
             metrics = self._train_one()
-            if self.heldout and (self.step % config.heldout_every_steps == 0 or self.step == config.steps):
+            if self.has_heldout and (self.step % config.heldout_every_steps == 0 or self.step == config.steps):
                 metrics["loss/heldout"] = self._heldout_loss()
             if self.metrics_writer is not None:
                 self.metrics_writer.write(self.step, metrics, phase="sft")

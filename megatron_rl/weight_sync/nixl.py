@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_rl.config import ConfigError
 from megatron_rl.weight_sync.transport import ArenaAddress, Piece, TransportError

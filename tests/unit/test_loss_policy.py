@@ -98,8 +98,8 @@ def test_logit_gradient_is_the_advantage_times_the_bounded_g(
     logp = exact.log_softmax(0)[:1]
     p = float(logp.exp())
     not_p = float(exact.softmax(0)[1:].sum())
-    # The ratio is clamped at e^20.
-    g = min(p / engine_p, math.exp(20)) * not_p
+    # The log-ratio is clamped to +-20.
+    g = min(max(p / engine_p, math.exp(-20)), math.exp(20)) * not_p
     gradient = logit_gradient(exact, 0, engine_p, advantage, LossConfig(g_max=g_max))
     kept = p - engine_p <= 0.2 if advantage > 0 else p - engine_p >= -0.2
     want = abs(advantage) * min(g, g_max) if kept else 0.0

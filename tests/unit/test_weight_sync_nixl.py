@@ -81,7 +81,10 @@ def peer() -> Iterator[tuple[subprocess.Popen[str], ArenaAddress]]:
 
 @pytest.mark.parametrize(
     ("cause", "timeout_s", "message"),
-    [(signal.SIGKILL, 20.0, r"failed: .*"), (signal.SIGSTOP, 1.0, r"not done after 1 s \(weight_sync.transfer")],
+    [
+        (signal.SIGKILL, 20.0, r"failed: .*"),
+        (signal.SIGSTOP, 1.0, r"failed: not done after 1 s \(weight_sync.transfer"),
+    ],
 )
 def test_peer_that_is_gone_or_stands_still_is_named_in_time(
     peer: tuple[subprocess.Popen[str], ArenaAddress], cause: signal.Signals, timeout_s: float, message: str

@@ -56,7 +56,7 @@ class Engine:
         if self.refuses:
             raise WeightSyncError(f"engine {self.url} will not")
         assert self.receiver is not None
-        self.receiver.commit(manifest, load=self._load, reload_initial=dict)
+        self.receiver.commit(manifest, load=self._load, reload_initial=lambda: None)
 
     def _load(self, weights: Any) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights}
