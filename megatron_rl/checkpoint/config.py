@@ -6,7 +6,6 @@ from pydantic import Field
 
 from megatron_rl.config import ConfigModel
 
-
 Direction = Literal["to_megatron", "to_hf"]
 """Of a conversion: a Hugging Face folder to a Megatron checkpoint folder, or the way back."""
 

@@ -68,7 +68,7 @@ def _check_layout(hf_config: dict[str, Any], run: RunConfig, parallel: ParallelC
     for key, size in (("parallel.tensor", parallel.tensor), ("parallel.expert", parallel.expert)):
         if run.processes % size:
             raise ConfigError(
-                f"{key} must divide run.processes, got {size} and {run.processes}; set run.processes to a multiple of it"
+                f"{key} must divide run.processes, got {size} and {run.processes}; start a multiple of it"
             )
     family_for(hf_config).check_parallel(hf_config, parallel)
 

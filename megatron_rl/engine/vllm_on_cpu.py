@@ -26,8 +26,8 @@ def repack_experts_after_reload() -> None:
 def fork_engine_core() -> None:
     """vLLM spawns its engine process afresh on the CPU: everything is imported a second time (6 CPU-seconds, 0.4 GiB).
 
-    Spawning is for accelerators, whose drivers do not survive a fork. The server has no running threads of its own when
-    it starts its engine, so on the CPU a fork is safe.
+    Spawning is for accelerators, whose drivers do not survive a fork. At that moment the server has one Python thread
+    and, besides, only ZeroMQ's, whose sockets the engine does not use: no lock can be left held.
     """
     import multiprocessing
 

@@ -76,9 +76,9 @@ def rl_loss(
     trained = trained_mask(loss_mask, engine_logp)
     policy_in = fill_outside(policy_logp, trained)
     engine_in = fill_outside(engine_logp, trained).detach()
-    advantages_in = fill_outside(advantages, trained).detach()
-    per_token, stats = policy_loss(policy_in, engine_in, advantages_in, config=config)
-    tokens = RlTokens(policy_in.detach(), engine_in, advantages_in, trained, stats.kept, stats.gradient_scale)
+    advantages = advantages.detach()
+    per_token, stats = policy_loss(policy_in, engine_in, advantages, config=config)
+    tokens = RlTokens(policy_in.detach(), engine_in, advantages, trained, stats.kept, stats.gradient_scale)
     regularised = trained & stats.kept if config.regulariser_tokens == "kept" else trained
     policy_sum = masked_sum(per_token, trained) / denominator
     regulariser_sum = config.tau * masked_sum(squared_log_ratio(policy_in, engine_in), regularised) / denominator

@@ -12,7 +12,7 @@ from megatron_rl.telemetry.values import Max, Mean, Sum, Value
 
 @dataclass(frozen=True)
 class RlTokens:
-    """What one microbatch's loss saw, detached; [T]. Outside `trained` log-probs and advantages are 0."""
+    """What one microbatch's loss saw, detached; [T]. Outside `trained` log-probs are 0."""
 
     policy_logp: Tensor
     engine_logp: Tensor

@@ -223,7 +223,7 @@ def test_killed_server_leaves_neither_process_nor_port(servers: dict[str, Any]) 
     """Last in this file: it ends one of the two servers."""
     server = servers["own_head"]
     family = psutil.Process(server.process.pid).children(recursive=True)
-    assert any("EngineCore" in " ".join(child.cmdline()) for child in family)
+    assert family, "vLLM runs its engine in a process of its own"
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
     _, alive = psutil.wait_procs(family, timeout=5)

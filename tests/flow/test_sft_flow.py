@@ -3,9 +3,13 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -36,3 +40,20 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
     assert expected[-1]["loss/heldout"] < 0.5 * expected[11]["loss/heldout"], "the model learns"
     assert (run_dir / "hf" / "config.json").exists()
     assert "<html" in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"], ["parallel.expert=2"]], ids=["DP2", "TP2", "EP2"])
+def test_two_ranks_under_torchrun_train_like_one(
+    sft_run: Path, sft_config: Callable[[Path], Path], tmp_path: Path, layout: list[str]
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_rl.cli.train_sft", str(sft_config(tmp_path))]
+    command += ["run.processes=2", "trainer.steps=6", "trainer.heldout_every_steps=6", "trainer.export=false", *layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    expected, got = metrics_of(sft_run), metrics_of(tmp_path / "run")
+    assert len(got) == 6
+    for one, two in zip(expected, got, strict=False):
+        for name in ("loss/sft", "grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5), f"{name} of step {one['step']}"
+        assert two["tokens/trained"] == one["tokens/trained"]

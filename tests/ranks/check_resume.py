@@ -142,13 +142,12 @@ def resumed(layout: Layout, root: Path, checkpoints: Path) -> dict[str, Any]:
 
 
 def under_another_layout(root: Path, checkpoints: Path, layout: Layout) -> list[float]:
-    """Losses of the last two steps, summed over data-parallel ranks, under a layout that did not write them."""
+    """This rank's losses of the last two steps under a layout that did not write the checkpoint."""
     trainer = Trainer(root / "plain", layout)
     load_training_state(
         checkpoints / "step_000002", model=trainer.model, optimizer=trainer.start(), groups=trainer.groups
     )
-    losses = torch.tensor([trainer.step(2), trainer.step(3)])
-    return losses.tolist()
+    return [trainer.step(2), trainer.step(3)]
 
 
 def with_another_model(root: Path, checkpoints: Path) -> str:
@@ -183,9 +182,10 @@ def main() -> None:
         results[name] = run(layout, root, work / name)
         parallel_state.destroy_model_parallel()
     if mode == "resumed" and world_size == 2:
-        results["ep2_as_tp2"] = under_another_layout(root, work / "ep2", LAYOUTS[2]["tp2"])
+        results["ep2_as_dp2"] = under_another_layout(root, work / "ep2", LAYOUTS[2]["dp2"])
         parallel_state.destroy_model_parallel()
-        results["tp2_as_tp2"] = under_another_layout(root, work / "tp2", LAYOUTS[2]["tp2"])
+        tensor_and_expert = ParallelConfig(tensor=2, expert=2)
+        results["tp2_as_tp2_ep2"] = under_another_layout(root, work / "tp2", (tensor_and_expert, "float32"))
     if mode == "resumed" and world_size == 1:
         results["another_model"] = with_another_model(root, work / "single")
     if dist.get_rank() == 0:

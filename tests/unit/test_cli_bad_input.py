@@ -154,6 +154,4 @@ def test_options_without_effect_are_refused(tiny: Path, tmp_path: Path, error_of
     error = error_of("sft", sft(tiny, tmp_path), "trainer.optimizer.final_lr_fraction=0.5")
     assert "no effect" in error
     assert "group_size" in error_of("rl", rl(tiny, tmp_path), "rollout.group_size=1")
-    assert "engine.count" in error_of(
-        "rl", rl(tiny, tmp_path), "engine.count=2", "engine.urls=[http://127.0.0.1:1]"
-    )
+    assert "engine.count" in error_of("rl", rl(tiny, tmp_path), "engine.count=2", "engine.urls=[http://127.0.0.1:1]")

@@ -80,7 +80,8 @@ def test_worked_token(dtype: torch.dtype) -> None:
 
 LOGITS = st.lists(st.floats(-30, 30), min_size=2, max_size=12)
 ENGINE_P = st.floats(-12, 0).map(lambda exponent: 10.0**exponent)
-ADVANTAGE = st.floats(-5, 5)
+ADVANTAGE = st.floats(-5, 5).map(lambda a: a if abs(a) > 1e-20 else 0.0)
+"""Without numbers whose products float32 rounds to subnormal ones."""
 
 
 def rounding_of_not_p(logits: Tensor) -> float:
