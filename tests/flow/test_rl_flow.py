@@ -64,7 +64,8 @@ def assert_nothing_is_left(run_dir: Path) -> None:
     assert not processes_of(run_dir), [p.cmdline() for p in processes_of(run_dir)]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     ports = {urlparse(url).port for url in [*config["engine"]["urls"], config["orchestrator"]["address"]]}
-    open_ports = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    listening = [c.laddr for c in psutil.net_connections("tcp") if c.laddr and c.status == psutil.CONN_LISTEN]
+    open_ports = {address.port for address in listening}
     assert not ports & open_ports, f"ports still open: {ports & open_ports}"
 
 
