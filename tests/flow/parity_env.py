@@ -10,10 +10,18 @@ class ParityOptions(ConfigModel):
 
 
 class ParityEpisode:
-    """One turn, scored by the length of the answer."""
+    """Reward 1 for an even answer; after an odd one a second try for half of it."""
+
+    def __init__(self) -> None:
+        self._turns = 0
 
     def step(self, assistant_text: str) -> StepOutcome:
-        return StepOutcome(messages=[], done=True, reward=float(len(assistant_text) % 2 == 0), signals={})
+        self._turns += 1
+        if len(assistant_text) % 2 == 0:
+            return StepOutcome(done=True, reward=1.0 / self._turns)
+        if self._turns == 2:
+            return StepOutcome(done=True, reward=0.0)
+        return StepOutcome(messages=[{"role": "user", "content": "Noch einmal."}])
 
 
 class ParityEnvironment:

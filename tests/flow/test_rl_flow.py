@@ -21,7 +21,7 @@ def rl_config(model: Path, folder: Path) -> Path:
         "run": {"dir": str(folder / "run"), "platform": "cpu"},
         "model": {"path": str(model), "dtype": "float32"},
         "environments": [{"name": "parity_env:ParityEnvironment"}],
-        "rollout": {"group_size": 4, "max_new_tokens": 12, "context_length": 128},
+        "rollout": {"group_size": 4, "max_new_tokens": 12, "max_turns": 2, "context_length": 128},
         "engine": {"dtype": "float32"},
         "orchestrator": {"groups_per_step": 4, "microbatch_tokens": 512, "evaluation": {"prompts_per_split": 8}},
         "trainer": {

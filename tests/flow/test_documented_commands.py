@@ -1,0 +1,83 @@
+"""Every command that README and docs show is run here, shortened by overrides, in the order a reader would take."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.yaml"))]
+SHORT_SFT = ["trainer.steps=3", "trainer.checkpoint.every_steps=3"]
+SHORT_RL = ["trainer.steps=1", "orchestrator.groups_per_step=16", "orchestrator.evaluation.prompts_per_split=2"]
+RUNS: dict[str, list[list[str]]] = {
+    "megatron-rl make-tiny runs/tiny": [["make-tiny", "runs/tiny"]],
+    "megatron-rl make-tiny DIR": [["make-tiny", "runs/other"]],
+    "megatron-rl config examples/rl/tiny_cpu.yaml": [["config", "examples/rl/tiny_cpu.yaml"]],
+    "megatron-rl config CONFIG": [["config", "examples/sft/tiny_cpu.yaml"]],
+    "megatron-rl sft examples/sft/tiny_cpu.yaml": [["sft", "examples/sft/tiny_cpu.yaml", *SHORT_SFT]],
+    "megatron-rl sft CONFIG [key=value ...]": [["sft", "examples/sft/tiny_cpu.yaml", *SHORT_SFT]],
+    "megatron-rl eval CONFIG --out DIR": [
+        ["eval", "examples/rl/tiny_cpu.yaml", "--out", "runs/eval", "orchestrator.evaluation.prompts_per_split=2"]
+    ],
+    "megatron-rl rl examples/rl/tiny_cpu.yaml": [["rl", "examples/rl/tiny_cpu.yaml", *SHORT_RL]],
+    "megatron-rl rl CONFIG [key=value ...]": [],
+    "megatron-rl rl CONFIG": [],
+    "megatron-rl report RUN": [["report", "runs/tiny-sft"]],
+    "megatron-rl report RUN [RUN ...]": [["report", "runs/tiny-sft", "runs/tiny-rl", "--out", "runs/both.html"]],
+    "megatron-rl convert SOURCE TARGET": [["convert", "runs/tiny/model", "runs/converted"]],
+}
+"""Documented command -> what is run for it; an empty list where another entry runs the same."""
+ELSEWHERE = {
+    "make quickstart": "test_quickstart.py",
+    "make test": "the project's CI",
+    "make lint": "the project's CI",
+    "make docs": "tests/unit/test_docs_reference.py",
+    "make bench": "itself",
+    "make test-all": "itself",
+    "make setup": "the project's CI",
+}
+
+
+def documented_commands() -> set[str]:
+    """Command lines of the pages: indented by four spaces, or behind `First:` and the like in the examples."""
+    found = set()
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if page.suffix == ".md" and not line.startswith("    "):
+                continue
+            for command in re.findall(r"\b(?:megatron-rl|torchrun|make) [^#]*?(?=  |$)", line):
+                found.add(command.strip().rstrip("."))
+    return found
+
+
+def test_every_documented_command_is_known_here() -> None:
+    known = RUNS.keys() | ELSEWHERE.keys()
+    unknown = {c for c in documented_commands() if c not in known and not c.startswith("torchrun ")}
+    assert not unknown, f"documented but run by no test: {unknown}"
+    assert {c.split()[1] for c in RUNS} == {"make-tiny", "config", "sft", "eval", "rl", "report", "convert"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_documented_commands_run(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    documented = documented_commands()
+    for command, runs in RUNS.items():
+        assert command in documented, f"{command} is documented nowhere: remove it here"
+        for arguments in runs:
+            done = subprocess.run(
+                [sys.executable, "-m", "megatron_rl.cli.main", *arguments],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    rates = json.loads((tmp_path / "runs" / "eval" / "eval.json").read_text())
+    assert {row["split"] for row in rates} == {"new_texts", "new_numbers"}
+    assert "<html" in (tmp_path / "runs" / "both.html").read_text()
