@@ -75,7 +75,7 @@ def _check_layout(hf_config: dict[str, Any], run: RunConfig, parallel: ParallelC
 
 def _check_context(hf_config: dict[str, Any], context_length: int, key: str) -> None:
     limit = hf_config.get("max_position_embeddings")
-    if limit is not None and context_length > limit:
+    if isinstance(limit, int) and context_length > limit:
         raise ConfigError(f"{key} must not exceed the model's {limit} positions, got {context_length}; lower it")
 
 

@@ -43,8 +43,9 @@ def run_quickstart(folder: Path, *, seed: int) -> None:
         console.print("[bold]4/4[/] RL: vLLM samples, Megatron-Core trains, NIXL carries the weights")
         run_rl(rl)
     rows = _summary(folder, rl_dir)
-    (folder / "summary.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    (rl_dir / "summary.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    told = [{**row, "split": f"{row['split']}: {SPLITS[row['split']]}"} for row in rows]
+    for place in (folder, rl_dir):
+        (place / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     page = build_report([sft_dir, rl_dir], folder / "report.html")
     console.print(_table(rows))
     console.print(f"took {(time.monotonic() - started) / 60:.1f} minutes")

@@ -22,9 +22,9 @@ from megatron_rl.weight_sync.config import WeightSyncConfig
 class RunConfig(ConfigModel):
     """Where a run lives and what it runs on."""
 
-    dir: str
+    dir: str = Field(min_length=1)
     """Run folder: config, metrics, rollouts, logs, checkpoints, report. An existing one is resumed."""
-    seed: int = 0
+    seed: int = Field(ge=0, lt=2**32, default=0)
     """Seeds data order, prompts and sampling."""
     platform: PlatformKind = "cpu"
     """cpu (gloo) or cuda (NCCL); never guessed."""

@@ -18,6 +18,8 @@ VOCAB_SIZE = 512
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Single tokens that stay visible when special tokens are skipped."""
+DISTRACTORS = 0.3
+"""Share of problems with sentences that do not matter; examples/rl/tiny_cpu.yaml asks for the same."""
 _TOKENIZER_ROWS = 3000
 _ERROR_ROWS = 300
 """Rows with tool errors for the tokenizer alone: the easy level's words do not fill the vocabulary."""
@@ -46,7 +48,7 @@ def make_tiny(
     noise: TraceNoise | None = None,
 ) -> TinyPaths:
     """Writes model, train.jsonl and heldout.jsonl into folder, over what is there. Same seed, same bytes."""
-    environment = Baker(options or BakerOptions(seed=seed + 1))
+    environment = Baker(options or BakerOptions(seed=seed + 1, distractors=DISTRACTORS))
     paths = TinyPaths(folder / "model", folder / "train.jsonl", folder / "heldout.jsonl")
     paths.model.mkdir(parents=True, exist_ok=True)
     rows = _rows(environment, "train", max(num_train, _TOKENIZER_ROWS), seed, noise or TraceNoise())

@@ -94,7 +94,7 @@ def test_results_do_not_depend_on_the_chunk() -> None:
 
 
 def test_a_common_offset_of_the_logits_costs_no_digits() -> None:
-    """Whole logits around 4096 are exact, so every digit of log-prob and entropy can be: tiny ones of sure tokens too."""
+    """Whole logits near 4096 are exact, so log-probs and entropies can be, those of nearly sure tokens too."""
     logits = torch.randint(-12, 13, (60, 30), generator=torch.Generator().manual_seed(0)).float()
     token_ids = logits.argmax(dim=1)
     want = textbook(logits.double(), torch.eye(30).double(), token_ids, 1.0)
