@@ -23,6 +23,13 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06}"
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step a checkpoint folder is named after."""
+    match = _STEP_NAME.fullmatch(path.name)
+    assert match, f"{path} is not named after a step"
+    return int(match[1])
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints below folder, oldest step first."""
     if not folder.is_dir():

@@ -7,19 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from megatron_rl.checkpoint.resume import latest_checkpoint
-from megatron_rl.cli.preflight import changed_keys, check_rl, check_sft
+from megatron_rl.checkpoint.folders import META_NAME, checkpoint_step, latest_checkpoint
+from megatron_rl.cli.preflight import changed_keys, check_folder, check_rl, check_sft
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.cli.supervisor import Part, PartHandle, RunLock, Supervisor
-from megatron_rl.config import ConfigModel
+from megatron_rl.config import ConfigError, ConfigModel
 from megatron_rl.config.load import dump_config
 from megatron_rl.engine.server import engine_command, require_free_port, wait_until_ready
 from megatron_rl.telemetry.progress import follow
 from megatron_rl.telemetry.report import build_report
 from megatron_rl.telemetry.sinks import write_status
+from megatron_rl.trainer.config import TrainerConfig
 
 CONFIG_FILE = "config.yaml"
 
@@ -28,29 +30,30 @@ def run_sft(run: SftRun) -> Path:
     """Trains to the last step (resuming if the folder has a checkpoint); returns the run folder."""
     check_sft(run)
     with _run_folder(run, run.run) as folder:
-        trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_sft")
-        _supervise([trainer], folder, total_steps=run.trainer.steps, label="SFT")
+        if not _is_complete(folder, run.trainer):
+            trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_sft")
+            _supervise([trainer], folder, total_steps=run.trainer.steps, label="SFT")
         build_report(folder, folder / "report.html")
     return folder
 
 
 def run_rl(run: RlRun) -> Path:
-    """Starts engines, orchestrator and trainer, and trains to the last step; returns the run folder."""
+    """Starts engines (unless engine.urls names some), orchestrator and trainer, and trains to the last step; returns the run folder."""
     check_rl(run)
-    run = with_addresses(run)
+    starts_engines, run = not run.engine.urls, with_addresses(run)
+    engines = engine_parts(run, run.run.folder) if starts_engines else []
     with _run_folder(run, run.run) as folder:
-        config = str(folder / CONFIG_FILE)
-        orchestrator = Part(
-            name="orchestrator",
-            argv=[sys.executable, "-m", "megatron_rl.cli.orchestrate", config],
-            env={},
-            log_path=folder / "logs" / "orchestrator.log",
-            finishes=True,
-            wave=0,
-        )
-        trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_rl", wave=0)
-        parts = [*engine_parts(run, folder), orchestrator, trainer]
-        _supervise(parts, folder, total_steps=run.trainer.steps, label="RL")
+        if not _is_complete(folder, run.trainer):
+            orchestrator = Part(
+                name="orchestrator",
+                argv=[sys.executable, "-m", "megatron_rl.cli.orchestrate", str(folder / CONFIG_FILE)],
+                env={},
+                log_path=folder / "logs" / "orchestrator.log",
+                finishes=True,
+                wave=0,
+            )
+            trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_rl", wave=0)
+            _supervise([*engines, orchestrator, trainer], folder, total_steps=run.trainer.steps, label="RL")
         build_report(folder, folder / "report.html")
     return folder
 
@@ -58,9 +61,13 @@ def run_rl(run: RlRun) -> Path:
 def run_evaluation(run: RlRun, out: Path) -> Path:
     """Starts engines on run.model and writes out/eval.json; returns its path."""
     check_rl(run)
+    if run.engine.urls:
+        raise ConfigError(
+            f"an evaluation starts engines of its own on model.path, got engine.urls {run.engine.urls}; remove them"
+        )
     run = with_addresses(run)
     folder = out
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder, "--out")
     config, result = folder / CONFIG_FILE, folder / "eval.json"
     config.write_text(dump_config(run), encoding="utf-8")
     evaluator = Part(
@@ -144,12 +151,44 @@ def _run_folder(run: ConfigModel, where: RunConfig) -> Iterator[Path]:
 
 
 def _say_what_resumes(path: Path, run: ConfigModel, folder: Path) -> None:
+    old, new = _last_config(path), yaml.safe_load(dump_config(run))
+    kinds = ["RL" if "environments" in tree else "SFT" for tree in (old or new, new)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"run.dir must be a new folder or one of an {kinds[1]} run, got {folder} of an {kinds[0]} run; "
+            "choose another run.dir"
+        )
     latest = latest_checkpoint(folder / "checkpoints")
     print(f"resuming {folder} from {latest.name if latest else 'its start: it has no checkpoint yet'}", flush=True)
-    old = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    changed = [key for key in changed_keys(old, yaml.safe_load(dump_config(run))) if key not in _PER_START]
+    changed = [key for key in changed_keys(old, new) if key not in _PER_START] if old else []
     if changed:
         print(f"changed since the last start: {', '.join(changed)}", flush=True)
+
+
+def _last_config(path: Path) -> dict[str, Any]:
+    """Config of the last start; empty if a full disk or a power failure has damaged the file."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _is_complete(folder: Path, trainer: TrainerConfig) -> bool:
+    """Whether the last step was saved and its weights were written; says so if it is."""
+    latest = latest_checkpoint(folder / "checkpoints")
+    if latest is None or checkpoint_step(latest) < trainer.steps:
+        return False
+    hf = folder / "hf"
+    # Weights of an earlier last step are older than the checkpoint of this one.
+    if trainer.export and not (hf.is_dir() and hf.stat().st_mtime >= (latest / META_NAME).stat().st_mtime):
+        return False
+    print(
+        f"the run in {folder} is complete: {checkpoint_step(latest)} steps are done and trainer.steps is "
+        f"{trainer.steps}; raise it to go on, or choose another run.dir to start anew",
+        flush=True,
+    )
+    return True
 
 
 _PER_START = frozenset({"orchestrator.address", "engine.urls"})

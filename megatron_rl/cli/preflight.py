@@ -1,15 +1,20 @@
 """Everything that can be wrong with a run's inputs, found before any process starts."""
 
-import os
+import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import zmq
 
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.config import ConfigError
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
 from megatron_rl.data.sft import sft_samples
 from megatron_rl.distributed.config import ParallelConfig
+from megatron_rl.distributed.device import check_platform
+from megatron_rl.engine.server import answers, check_engine
 from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import check_model_folder
 from megatron_rl.rollout.environments import make_environment
@@ -17,6 +22,7 @@ from megatron_rl.rollout.environments import make_environment
 
 def check_sft(run: SftRun) -> None:
     """ConfigError or DataError for the first thing that does not fit. Reads and renders every row."""
+    check_platform(run.run.platform, num_ranks=run.run.processes)
     hf_config = check_model_folder(run.model.path)
     _check_layout(hf_config, run.run, run.parallel)
     _check_context(hf_config, run.context_length, "context_length")
@@ -24,16 +30,18 @@ def check_sft(run: SftRun) -> None:
     renderer = ChatRenderer(load_tokenizer(run.model.path))
     for path in [*run.data.train, *run.data.heldout]:
         sft_samples(Path(path), renderer, context_length=run.context_length)
-    _check_run_folder(run.run)
+    check_folder(run.run.folder, "run.dir")
 
 
 def check_rl(run: RlRun) -> None:
     """ConfigError for the first thing that does not fit. Makes every environment and its first prompt."""
+    check_platform(run.run.platform, num_ranks=run.run.processes)
     hf_config = check_model_folder(run.model.path)
     _check_layout(hf_config, run.run, run.parallel)
     _check_context(hf_config, run.rollout.context_length, "rollout.context_length")
     _check_capacity(run.orchestrator.microbatch_tokens, run.rollout.context_length, "orchestrator.microbatch_tokens")
-    _check_engine(run)
+    _check_engine(run, hf_config)
+    _check_address(run.orchestrator.address)
     renderer = ChatRenderer(load_tokenizer(run.model.path))
     environments = [make_environment(config) for config in run.environments]
     names = [environment.name for environment in environments]
@@ -49,7 +57,7 @@ def check_rl(run: RlRun) -> None:
             )
     if run.rollout.group_size < 2:
         raise ConfigError(f"rollout.group_size must be at least 2 to have a baseline, got {run.rollout.group_size}")
-    _check_run_folder(run.run)
+    check_folder(run.run.folder, "run.dir")
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Sequence[str]:
@@ -86,8 +94,9 @@ def _check_capacity(microbatch_tokens: int, context_length: int, key: str) -> No
         )
 
 
-def _check_engine(run: RlRun) -> None:
+def _check_engine(run: RlRun, hf_config: dict[str, Any]) -> None:
     engine = run.engine
+    check_engine(engine, Path(run.model.path))
     started_here = {"count": 1, "port": 0, "host": "127.0.0.1"}
     unused = [key for key, default in started_here.items() if engine.urls and getattr(engine, key) != default]
     if unused:
@@ -100,13 +109,40 @@ def _check_engine(run: RlRun) -> None:
             f"engine.max_model_len must hold rollout.context_length={run.rollout.context_length}, "
             f"got {engine.max_model_len}; raise it or leave it null"
         )
+    if engine.max_model_len is not None:
+        _check_context(hf_config, engine.max_model_len, "engine.max_model_len")
+    for url in engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            raise ConfigError(f"engine.urls must read http://HOST:PORT, got {url!r}; mend it")
+        if not answers(url.rstrip("/")):
+            raise ConfigError(
+                f"engine.urls must name engines that run already, but {url} does not answer; start it, or set "
+                "engine.urls=[] to have engines started here"
+            )
 
 
-def _check_run_folder(run: RunConfig) -> None:
-    folder = run.folder
+def _check_address(address: str) -> None:
+    """ConfigError if the orchestrator could not listen there."""
+    if not address:
+        return
+    cure = "leave orchestrator.address empty for a free loopback port"
+    if not re.fullmatch(r"ipc://.+|tcp://.+:[1-9]\d*", address):
+        raise ConfigError(f"orchestrator.address must read tcp://HOST:PORT, got {address!r}; {cure}")
+    with zmq.Context() as context, context.socket(zmq.REP) as probe:
+        try:
+            probe.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"orchestrator.address must be free, got {address} ({error.strerror}); {cure}") from error
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Makes the folder; ConfigError naming the option if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
     except OSError as error:
-        raise ConfigError(f"run.dir must be a folder that can be made, got {folder} ({error.strerror})") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"run.dir must be writable, got {folder}; choose another or change its permissions")
+        raise ConfigError(
+            f"{option} must be a folder that can be made and written, got {folder} ({error.strerror}); "
+            "choose another, or change its permissions"
+        ) from error

@@ -68,4 +68,5 @@ def _rule(message: str) -> str:
     message = re.sub(r"^Input should ", "must ", message)
     message = re.sub(r", unable to parse.*$", "", message)
     message = re.sub(r"^must be a valid dictionary or instance of \w+$", "must be a mapping of keys", message)
+    message = re.sub(r"^(List|String) should (have .*?)( after validation, not \d+)?$", r"must \2", message)
     return message.replace("a valid ", "a ").replace("a integer", "an integer")

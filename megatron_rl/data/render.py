@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]]
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 _ANSWER, _REPLY = "probeanswer", "probereply"
 """Contents of the made-up conversations that show what a template writes between two turns."""
 _OPENING: list[Message] = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _ANSWER}]
@@ -31,6 +31,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
     if not Path(path).is_dir():
         raise ConfigError(f"model.path must be a Hugging Face folder, got {path}, which is not a folder")
+    # Without any of its files transformers makes an empty tokenizer up.
+    if not any(file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)):
+        raise ConfigError(f"{path} must hold a tokenizer, got none; copy the model's tokenizer.json and others there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
@@ -123,7 +126,7 @@ class ChatRenderer:
         rendered: Any
         try:
             rendered = render_jinja_template([list(messages)], **options)
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise DataError(f"the chat template refuses the conversation: {error}; mend the messages") from error
         texts, blocks = rendered
         return texts[0], blocks[0] if blocks else []
@@ -176,16 +179,26 @@ def _exact_encoder(tokenizer: "PreTrainedTokenizerFast") -> Tokenizer:
 
 def _stop_token_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
     path = Path(tokenizer.name_or_path) / "generation_config.json"
-    listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    listed = _eos_token_id(path) if path.is_file() else None
+    ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
     own: Any = tokenizer.eos_token_id
     if own is not None:
         ids.append(own)
     if not ids:
         raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} must have an eos_token, got none; add it")
-    if unknown := [token for token in ids if not 0 <= token < len(tokenizer)]:
+    if unknown := [token for token in ids if not (isinstance(token, int) and 0 <= token < len(tokenizer))]:
         raise ConfigError(f"eos_token_id in {path} must be tokens below {len(tokenizer)}, got {unknown}; mend it")
     return tuple(dict.fromkeys(ids))
+
+
+def _eos_token_id(path: Path) -> Any:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} must be JSON, got: {error}; restore the original model's file") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {config!r:.80}; restore the original model's file")
+    return config.get("eos_token_id")
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:
@@ -207,10 +220,11 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         raise DataError(
-            f"arguments of a tool call must be an object or its JSON text, got {call.get('arguments')!r}; mend the call"
+            f"arguments of a tool call must be an object or its JSON text, got {call.get('arguments')!r:.80}; "
+            "mend the call"
         )
     return {**call, "arguments": arguments}

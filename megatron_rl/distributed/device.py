@@ -35,18 +35,26 @@ def start_platform(kind: PlatformKind) -> Platform:
 
         megatron_on_cpu.apply()
         return Platform(kind="cpu", device=torch.device("cpu"), backend="gloo")
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= num_gpus:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    check_platform(kind, num_ranks=local_rank + 1)
+    torch.cuda.set_device(local_rank)
+    return Platform(kind="cuda", device=torch.device("cuda", local_rank), backend="nccl")
+
+
+def check_platform(kind: PlatformKind, *, num_ranks: int) -> None:
+    """ConfigError if this machine cannot run so many ranks on kind."""
+    if kind == "cpu":
+        return
+    num_gpus = torch.cuda.device_count()
+    if num_ranks > num_gpus:
         raise ConfigError(
-            f"platform cuda needs one GPU per local rank, got {num_gpus} GPUs for local rank {local_rank}; "
+            f"platform cuda needs one GPU per local rank, got {num_gpus} GPUs for {num_ranks} ranks; "
             "set platform: cpu or start fewer ranks per node"
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(
             "platform cuda needs Transformer Engine and found none; install requirements/gpu.txt or set platform: cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return Platform(kind="cuda", device=torch.device("cuda", local_rank), backend="nccl")
 
 
 def init_process_group(platform: Platform, timeout_s: float = 600.0) -> None:

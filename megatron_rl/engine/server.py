@@ -40,7 +40,14 @@ def engine_command(
     config: EngineConfig, model_path: str | Path, *, platform: PlatformName, port: int, seed: int = 0
 ) -> tuple[list[str], dict[str, str]]:
     """(argv, environment to add) of one engine. ConfigError if it could not start or would be unsafe."""
-    _check(config, Path(model_path))
+    check_engine(config, Path(model_path))
+    ours = server_arguments(config.model_copy(update={"vllm_args": []}), model_path, platform=platform, port=0, seed=0)
+    given = [argument.split("=")[0].replace("_", "-") for argument in config.vllm_args]
+    if twice := sorted({argument for argument in given if argument.startswith("--")} & set(ours)):
+        raise ConfigError(
+            f"engine.vllm_args must not repeat what an engine is started with anyway, got {', '.join(twice)}; "
+            "use the option of engine with that meaning"
+        )
     argv = [sys.executable, "-m", "megatron_rl.engine.server", "--model", str(model_path), "--platform", platform]
     argv += ["--port", str(port), "--seed", str(seed), "--config", config.model_dump_json(exclude_defaults=True)]
     return argv, server_environment(config, platform)
@@ -138,7 +145,8 @@ def _log_end(log_path: Path) -> str:
     return "\n".join([f"; last lines of {log_path}:", *(f"  | {line}" for line in lines)])
 
 
-def _check(config: EngineConfig, model: Path) -> None:
+def check_engine(config: EngineConfig, model: Path) -> None:
+    """ConfigError if an engine could not start or would be unsafe."""
     if not (model / "config.json").is_file():
         raise ConfigError(f"an engine's model must be a folder with a config.json, got {model}; correct model.path")
     if not config.allow_remote and not _is_loopback(config.host):
@@ -172,7 +180,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     config = EngineConfig.model_validate_json(options.config)
     try:
-        _check(config, Path(options.model))
+        check_engine(config, Path(options.model))
         require_free_port(config.host, options.port)
     except ConfigError as error:
         sys.exit(f"error: {error}")

@@ -195,5 +195,6 @@ class _SwiGlu(torch.autograd.Function):
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(F.silu(gate), grad, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return (grad_gate_up,)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from megatron_rl.config import ConfigError
 from megatron_rl.model.families import family_for
 
@@ -14,12 +16,13 @@ SINGLE_NAME = "model.safetensors"
 def check_model_folder(path: str | Path) -> dict[str, Any]:
     """config.json of the folder, its architecture and options proven supported, its weight files present.
 
-    ConfigError otherwise. Reads no weights and imports no Megatron.
+    ConfigError otherwise. Reads of the weights only the headers and imports no Megatron.
     """
     folder = Path(path)
     config = read_hf_config(folder)
     family_for(config).check(config)
-    weight_files(folder)
+    for file in sorted(set(weight_files(folder).values())):
+        _check_weights(file)
     return config
 
 
@@ -33,8 +36,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
             "give the path of a Hugging Face model folder, or download one first"
         )
     try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{file} must be JSON, got: {error}; restore the file of the original model") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold a JSON object, got {type(config).__name__}; restore the original file")
@@ -45,7 +48,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """HF tensor name -> safetensors file; for a single-file model the one key "" stands for every name."""
     index = folder / INDEX_NAME
     if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        files = {name: folder / file for name, file in _weight_map(index).items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
             raise ConfigError(f"{index} names weight files that must exist, missing: {missing}; download them again")
         return files
@@ -56,3 +59,27 @@ def weight_files(folder: Path) -> dict[str, Path]:
             "convert other weight formats to safetensors first"
         )
     return {"": single}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{index} must be a JSON object with weight_map, got {type(error).__name__}: {error}; download it again"
+        ) from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ConfigError(f"weight_map in {index} must name a file for each tensor, got others; download it again")
+    return weight_map
+
+
+def _check_weights(file: Path) -> None:
+    """Header and length of a safetensors file: what a broken download gets wrong."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size
+        raise ConfigError(
+            f"{file} must be a whole safetensors file, got {size} bytes ({error}); download or convert it again"
+        ) from error

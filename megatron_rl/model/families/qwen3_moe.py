@@ -28,11 +28,16 @@ class _Sizes:
     tied: bool
 
 
-def _need(hf_config: HfConfig, *names: str) -> Any:
-    """The first of names that is set: the same setting under its older and newer name."""
+def _need(hf_config: HfConfig, *names: str) -> int:
+    """The first of names that is set, a size: the same setting under its older and newer name."""
     for name in names:
-        if hf_config.get(name) is not None:
-            return hf_config[name]
+        value = hf_config.get(name)
+        if value is not None and not (type(value) is int and value > 0):
+            raise ConfigError(
+                f"config.json: {name} must be a whole number above 0, got {value!r}; restore the original model's file"
+            )
+        if value is not None:
+            return value
     raise ConfigError(f"config.json of a Qwen3-MoE must set {' or '.join(names)}; restore the original model's file")
 
 
@@ -83,6 +88,11 @@ def _check(hf_config: HfConfig) -> None:
     if sizes.heads % sizes.kv_heads:
         raise ConfigError(
             f"num_attention_heads must be a multiple of num_key_value_heads, got {sizes.heads} and {sizes.kv_heads}; "
+            "restore the original model's config.json"
+        )
+    if sizes.experts_per_token > sizes.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok must be at most num_experts, got {sizes.experts_per_token} and {sizes.num_experts}; "
             "restore the original model's config.json"
         )
 
