@@ -53,7 +53,10 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow and not gpu"
 
+# Two tests look at the report page in a browser; as root on Debian it is installed, elsewhere they say what to do.
 test-all: $(STAMP)
+	@type -p chromium chromium-browser google-chrome | grep -q . \
+	    || { [ "$$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq install -y chromium; } || true
 	@$(BIN)/python -m pytest
 
 lint: $(STAMP)
