@@ -85,6 +85,8 @@ def convert(
     config.json where None. ConfigError or DataError when source does not fit.
     """
     source, target, parallel = Path(source), Path(target), parallel or ParallelConfig()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"a conversion must write into a new folder, got {target}, which exists; choose another")
     direction = direction or ("to_hf" if (source / STATE_NAME).is_dir() else "to_megatron")
     hf_config = check_model_folder(source) if direction == "to_megatron" else _check_megatron_folder(source)
     platform = start_platform(platform_kind)

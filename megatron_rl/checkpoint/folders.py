@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl.config import ConfigError, DataError
+
 META_NAME = "meta.json"
 """Written last into a training checkpoint: what it is a checkpoint of."""
 STATE_NAME = "state"
@@ -51,6 +53,22 @@ def read_extra(path: Path, name: str) -> bytes:
         names = sorted(f.name for f in file.parent.iterdir()) if file.parent.is_dir() else []
         raise KeyError(f"checkpoint {path} holds no state called {name!r}, only {names}")
     return file.read_bytes()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns whatever reading a damaged checkpoint raises into a ConfigError that names it and the way out."""
+    try:
+        yield
+    except (ConfigError, DataError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        earlier = [other for other in checkpoints(path.parent) if checkpoint_step(other) < checkpoint_step(path)]
+        cure = f"go on from {earlier[-1].name}" if earlier else "start from step 0"
+        raise ConfigError(
+            f"checkpoint {path} must be whole, got {type(error).__name__} while reading it: "
+            f"{' '.join(str(error).split())[:200]}; move it away to {cure}"
+        ) from error
 
 
 @contextmanager

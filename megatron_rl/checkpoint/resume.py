@@ -20,6 +20,7 @@ from megatron_rl.checkpoint.folders import (
     latest_checkpoint,
     new_folder,
     read_extra,
+    reading,
     step_folder,
 )
 from megatron_rl.config import ConfigError
@@ -78,18 +79,19 @@ def load_training_state(
     """Fills model, optimizer and random states; returns (steps done, extra). Collective.
 
     Another parallel layout may read it: weights and optimizer are the same numbers, but random states then stay those
-    of the seed. ConfigError when it is the state of another model or dtype.
+    of the seed. ConfigError when it is damaged, or the state of another model or dtype.
     """
     from megatron_rl.checkpoint.random_state import load_random_state
     from megatron_rl.checkpoint.sharded import load_sharded
 
     path = Path(path)
-    meta = json.loads((path / META_NAME).read_text())
-    _check_same_model(path, saved=meta["model"], now=_describe(model))
-    load_sharded(path / STATE_NAME, model, groups, optimizer)
-    if meta["layout"] == _layout(groups):
-        load_random_state(_random_file(path, groups.rank))
-    extra = {file.name: file.read_bytes() for file in sorted((path / EXTRA_NAME).iterdir())}
+    with reading(path):
+        meta = json.loads((path / META_NAME).read_text())
+        _check_same_model(path, saved=meta["model"], now=_describe(model))
+        load_sharded(path / STATE_NAME, model, groups, optimizer)
+        if meta["layout"] == _layout(groups):
+            load_random_state(_random_file(path, groups.rank))
+        extra = {file.name: file.read_bytes() for file in sorted((path / EXTRA_NAME).iterdir())}
     return meta["step"], extra
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -48,7 +49,10 @@ def main(arguments: list[str]) -> None:
                 "n": rate.count,
             }
         )
-    Path(arguments[1]).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    out = Path(arguments[1])
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from megatron_rl.checkpoint.folders import META_NAME, checkpoint_step, latest_checkpoint
-from megatron_rl.cli.preflight import changed_keys, check_folder, check_rl, check_sft
+from megatron_rl.cli.output_folder import check_folder
+from megatron_rl.cli.preflight import changed_keys, check_rl, check_sft
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.cli.supervisor import Part, PartHandle, RunLock, Supervisor
 from megatron_rl.config import ConfigError, ConfigModel
@@ -20,7 +21,7 @@ from megatron_rl.config.load import dump_config
 from megatron_rl.engine.server import engine_command, require_free_port, wait_until_ready
 from megatron_rl.telemetry.progress import follow
 from megatron_rl.telemetry.report import build_report
-from megatron_rl.telemetry.sinks import write_status
+from megatron_rl.telemetry.sinks import read_metrics, write_status
 from megatron_rl.trainer.config import TrainerConfig
 
 CONFIG_FILE = "config.yaml"
@@ -38,7 +39,10 @@ def run_sft(run: SftRun) -> Path:
 
 
 def run_rl(run: RlRun) -> Path:
-    """Starts engines (unless engine.urls names some), orchestrator and trainer, and trains to the last step; returns the run folder."""
+    """Starts engines, orchestrator and trainer, and trains to the last step; returns the run folder.
+
+    Starts no engines where engine.urls names some.
+    """
     check_rl(run)
     starts_engines, run = not run.engine.urls, with_addresses(run)
     engines = engine_parts(run, run.run.folder) if starts_engines else []
@@ -158,6 +162,7 @@ def _say_what_resumes(path: Path, run: ConfigModel, folder: Path) -> None:
             f"run.dir must be a new folder or one of an {kinds[1]} run, got {folder} of an {kinds[0]} run; "
             "choose another run.dir"
         )
+    read_metrics(folder)  # DataError now rather than in the trainer
     latest = latest_checkpoint(folder / "checkpoints")
     print(f"resuming {folder} from {latest.name if latest else 'its start: it has no checkpoint yet'}", flush=True)
     changed = [key for key in changed_keys(old, new) if key not in _PER_START] if old else []

@@ -14,6 +14,7 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Argument(help="YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.steps=10.")]
+_MAX_SEED = 2**32 - 1
 
 
 @app.command()
@@ -67,8 +68,14 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the last folder.")] = None,
 ) -> None:
     """Write one offline page with curves and readable rollouts."""
+    from megatron_rl.cli.output_folder import check_folder
+    from megatron_rl.config import ConfigError
     from megatron_rl.telemetry.report import build_report
 
+    if out is not None:
+        if out.is_dir():
+            raise ConfigError(f"--out must be an HTML file, got the folder {out}; add a file name")
+        check_folder(out.parent, "the folder of --out")
     typer.echo(build_report(runs, out or runs[-1] / "report.html"))
 
 
@@ -81,6 +88,9 @@ def convert(
     ] = None,
 ) -> None:
     """Convert Hugging Face weights to a Megatron checkpoint, or a checkpoint back, tensor by tensor."""
+    from megatron_rl.cli.output_folder import check_folder
+
+    check_folder(target.parent, "the folder of TARGET")
     from megatron_rl.checkpoint.convert import convert as convert_checkpoint
 
     typer.echo(convert_checkpoint(source, target, hf_source=hf_source))
@@ -89,11 +99,13 @@ def convert(
 @app.command(name="make-tiny")
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="Folder to write model and data into.")],
-    seed: Annotated[int, typer.Option(help="Seeds weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="Seeds weights and data.")] = 0,
 ) -> None:
     """Write a tiny random Qwen3-MoE with its tokenizer, and SFT data of the baker task."""
+    from megatron_rl.cli.output_folder import check_folder
     from megatron_rl.cli.tiny import make_tiny
 
+    check_folder(folder, "FOLDER")
     typer.echo(make_tiny(folder, seed=seed).model)
 
 
@@ -102,11 +114,13 @@ def quickstart(
     folder: Annotated[Path, typer.Option(help="Folder for everything the quickstart writes.")] = Path(
         "runs/quickstart"
     ),
-    seed: Annotated[int, typer.Option(help="Seeds weights, data and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="Seeds weights, data and sampling.")] = 0,
 ) -> None:
     """Tiny model, SFT, RL against a real vLLM, a table and a page. Resumes where it was stopped."""
+    from megatron_rl.cli.output_folder import check_folder
     from megatron_rl.cli.quickstart import run_quickstart
 
+    check_folder(folder, "--folder")
     run_quickstart(folder, seed=seed)
 
 

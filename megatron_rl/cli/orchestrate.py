@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from megatron_rl.checkpoint.resume import latest_checkpoint, read_extra
+from megatron_rl.checkpoint.folders import latest_checkpoint, read_extra, reading
 from megatron_rl.cli.runs import RlRun
 from megatron_rl.cli.user_errors import run_with_user_errors
 from megatron_rl.config import ConfigError
@@ -28,7 +28,8 @@ async def orchestrate(run: RlRun) -> None:
     source = PromptSource(environments, [config.weight for config in run.environments], seed=run.run.seed)
     latest = latest_checkpoint(run.run.folder / "checkpoints")
     if latest is not None:
-        source.restore(decode_state(read_extra(latest, "orchestrator")))
+        with reading(latest):
+            source.restore(decode_state(read_extra(latest, "orchestrator")))
     pool = engine_pool(run)
     try:
         orchestrator = Orchestrator(

@@ -1,13 +1,13 @@
 """Everything that can be wrong with a run's inputs, found before any process starts."""
 
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from megatron_rl.cli.output_folder import check_folder
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.config import ConfigError
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
@@ -17,7 +17,7 @@ from megatron_rl.distributed.device import check_platform
 from megatron_rl.engine.server import answers, check_engine
 from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import check_model_folder
-from megatron_rl.rollout.environments import make_environment
+from megatron_rl.rollout.environments import check_environment, make_environment
 
 
 def check_sft(run: SftRun) -> None:
@@ -34,7 +34,7 @@ def check_sft(run: SftRun) -> None:
 
 
 def check_rl(run: RlRun) -> None:
-    """ConfigError for the first thing that does not fit. Makes every environment and its first prompt."""
+    """ConfigError for the first thing that does not fit. Makes every environment and its first prompts."""
     check_platform(run.run.platform, num_ranks=run.run.processes)
     hf_config = check_model_folder(run.model.path)
     _check_layout(hf_config, run.run, run.parallel)
@@ -48,13 +48,13 @@ def check_rl(run: RlRun) -> None:
     if len(set(names)) != len(names):
         raise ConfigError(f"environments must have different names, got {names}; set environments.N.label")
     for environment in environments:
-        prompt = environment.prompt("train", 0)
-        num_tokens = len(renderer.prompt_ids(prompt.messages, prompt.tools))
-        if num_tokens >= run.rollout.context_length:
-            raise ConfigError(
-                f"rollout.context_length must leave room to answer, got {run.rollout.context_length} for a prompt of "
-                f"{environment.name} with {num_tokens} tokens; raise it"
-            )
+        for prompt in check_environment(environment):
+            num_tokens = len(renderer.prompt_ids(prompt.messages, prompt.tools))
+            if num_tokens >= run.rollout.context_length:
+                raise ConfigError(
+                    f"rollout.context_length must leave room to answer, got {run.rollout.context_length} for prompt "
+                    f"{prompt.prompt_id} with {num_tokens} tokens; raise it"
+                )
     if run.rollout.group_size < 2:
         raise ConfigError(f"rollout.group_size must be at least 2 to have a baseline, got {run.rollout.group_size}")
     check_folder(run.run.folder, "run.dir")
@@ -126,23 +126,11 @@ def _check_address(address: str) -> None:
     if not address:
         return
     cure = "leave orchestrator.address empty for a free loopback port"
-    if not re.fullmatch(r"ipc://.+|tcp://.+:[1-9]\d*", address):
+    port = re.fullmatch(r"tcp://.+:(\d+)", address)
+    if not (address.startswith("ipc://") or (port and 0 < int(port[1]) < 65536)):
         raise ConfigError(f"orchestrator.address must read tcp://HOST:PORT, got {address!r}; {cure}")
     with zmq.Context() as context, context.socket(zmq.REP) as probe:
         try:
             probe.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"orchestrator.address must be free, got {address} ({error.strerror}); {cure}") from error
-
-
-def check_folder(folder: Path, option: str) -> None:
-    """Makes the folder; ConfigError naming the option if nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-    except OSError as error:
-        raise ConfigError(
-            f"{option} must be a folder that can be made and written, got {folder} ({error.strerror}); "
-            "choose another, or change its permissions"
-        ) from error

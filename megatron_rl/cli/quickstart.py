@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron_rl.cli.launch import run_evaluation, run_rl, run_sft
 from megatron_rl.cli.runs import RlRun, SftRun
 from megatron_rl.cli.tiny import make_tiny
+from megatron_rl.config import ConfigError
 from megatron_rl.config.load import load_config
 from megatron_rl.telemetry.report import build_report
 from megatron_rl.telemetry.sinks import read_metrics
@@ -27,10 +28,11 @@ def run_quickstart(folder: Path, *, seed: int) -> None:
     console = Console()
     started = time.monotonic()
     tiny, sft_dir, rl_dir = folder / "tiny", folder / "sft", folder / "rl"
+    _check_seed(tiny / "done", seed)
     if not (tiny / "done").exists():
         console.print(f"[bold]1/4[/] a tiny Qwen3-MoE, its tokenizer and conversations -> {tiny}")
         make_tiny(tiny, seed=seed)
-        (tiny / "done").touch()
+        (tiny / "done").write_text(f"{seed}\n", encoding="utf-8")
     sft, rl = _configs(folder, seed)
     if not (folder / "before" / "eval.json").exists():
         console.print("[bold]2/4[/] pass rate before SFT: vLLM serves the random model")
@@ -51,6 +53,16 @@ def run_quickstart(folder: Path, *, seed: int) -> None:
     console.print(f"took {(time.monotonic() - started) / 60:.1f} minutes")
     console.print(f"run folder: {rl_dir}")
     console.print(f"page:       {page}")
+
+
+def _check_seed(done: Path, seed: int) -> None:
+    """ConfigError if the folder belongs to another seed: its stages would not fit together."""
+    started_with = done.read_text(encoding="utf-8").strip() if done.exists() else ""
+    if started_with not in ("", str(seed)):
+        raise ConfigError(
+            f"--seed must be {started_with}, with which the quickstart in {done.parent.parent} was started, "
+            f"got {seed}; choose another --folder"
+        )
 
 
 def _configs(folder: Path, seed: int) -> tuple[SftRun, RlRun]:

@@ -6,12 +6,13 @@ killed, each part's keeper sees to it. Linux only.
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from megatron_rl.config import ConfigError
 
 _KEEPER_END_S = 6.0
 _DYING_S = 1.0
+_FULL_DISK_BYTES = 2**20
 _RESUME = "start the same command again to resume from the last checkpoint"
 
 
@@ -99,7 +101,7 @@ class Supervisor:
     def _start(self, parts: list[Part]) -> None:
         checks = []
         for part in parts:
-            self._on_status(f"starting {part.name}")
+            self._tell(f"starting {part.name}")
             handle = PartHandle(part, self._run_id)
             self._handles.append(handle)
             if part.ready is not None:
@@ -114,7 +116,7 @@ class Supervisor:
     def _judge(self, check: "_ReadyCheck") -> None:
         handle = check.handle
         if check.error is None:
-            self._on_status(f"{handle.name} ready after {time.monotonic() - handle.started_s:.0f} s")
+            self._tell(f"{handle.name} ready after {time.monotonic() - handle.started_s:.0f} s")
             return
         # A check often fails on a part that is just dying: its status says more than a refused connection.
         _wait(lambda: not handle.alive, _DYING_S)
@@ -138,16 +140,20 @@ class Supervisor:
         dead.sort(key=lambda entry: entry[1] >= 0)
         handle, status = dead[0]
         also = [f"{other.name} ({_ending(code)}, log {other.log_path})" for other, code in dead[1:]]
-        cure = "mend what its log shows"
-        if status == -signal.SIGKILL:
-            cure = "if nobody killed it, the machine ran out of memory (dmesg tells): make the run smaller"
         seconds = time.monotonic() - handle.started_s
-        raise RunFailed(handle, f"died ({_ending(status)}) {seconds:.0f} s after its start", cure=cure, also=also)
+        raise RunFailed(
+            handle, f"died ({_ending(status)}) {seconds:.0f} s after its start", cure=_cure(handle, status), also=also
+        )
+
+    def _tell(self, text: str) -> None:
+        """A status that a full disk does not take must not keep the run from being stopped."""
+        with suppress(OSError):
+            self._on_status(text)
 
     def _stop(self) -> None:
         running = [handle for handle in self._handles if handle.alive]
         if running:
-            self._on_status(f"stopping {', '.join(handle.name for handle in running)}")
+            self._tell(f"stopping {', '.join(handle.name for handle in running)}")
         signals_before = len(self._signals)
         for handle in running:
             handle.terminate()
@@ -159,7 +165,7 @@ class Supervisor:
             handle.kill_group()
         stuck = kill_marked(self._run_id)
         if stuck:
-            self._on_status(f"could not end processes {stuck}; the system holds them")
+            self._tell(f"could not end processes {stuck}; the system holds them")
 
 
 @dataclass
@@ -239,6 +245,15 @@ def _caught_signals(received: list[int]) -> Iterator[None]:
 
 def _ending(status: int) -> str:
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def _cure(handle: PartHandle, status: int) -> str:
+    """What to do about a part that died; a full disk is named here, as the log may lie on it."""
+    if shutil.disk_usage(handle.log_path.parent).free < _FULL_DISK_BYTES:
+        return f"the disk of {handle.log_path.parent} is full: make room"
+    if status == -signal.SIGKILL:
+        return "if nobody killed it, the machine ran out of memory (dmesg tells): make the run smaller"
+    return "mend what its log shows"
 
 
 def _all_ended(handles: Sequence[PartHandle]) -> bool:

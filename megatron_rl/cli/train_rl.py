@@ -31,6 +31,7 @@ def train(arguments: list[str]) -> None:
             orchestrator_address=run.orchestrator.address,
             engine_urls=run.engine.urls,
             engine_timeout_s=run.engine.request_timeout_s,
+            low_precision="bfloat16" in (run.model.dtype, run.engine.dtype),
         )
         RlTrainer(job, platform, groups, run.parallel).run()
 

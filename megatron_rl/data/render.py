@@ -33,7 +33,10 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         raise ConfigError(f"model.path must be a Hugging Face folder, got {path}, which is not a folder")
     # Without any of its files transformers makes an empty tokenizer up.
     if not any(file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)):
-        raise ConfigError(f"{path} must hold a tokenizer, got none; copy the model's tokenizer.json and others there")
+        raise ConfigError(
+            f"{path} must hold a tokenizer that transformers can load, got none of its files; copy tokenizer.json and "
+            "tokenizer_config.json of the model there"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:

@@ -32,14 +32,21 @@ class RouterMargins:
 
 @contextmanager
 def watch_routers(model: PolicyModel) -> Iterator[RouterMargins]:
-    """Records the margins of every router of model during one forward; costs one small product per layer."""
+    """Records the margins of every router of model during one forward; costs one small product per layer.
+
+    A router that takes every expert has no other choice: its margin is infinite.
+    """
     margins = RouterMargins()
     top_k = model.config.moe_router_topk
 
     def record(router: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         weight, hidden = router.weight, inputs[0].detach()
         assert isinstance(weight, Tensor), "a router has one weight, [E, H]"
-        best = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), weight.detach().float()).topk(top_k + 1).values
+        logits = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), weight.detach().float())
+        if top_k == logits.shape[1]:
+            margins.of_layer.append(torch.full_like(logits[:, 0], torch.inf))
+            return
+        best = logits.topk(top_k + 1).values
         margins.of_layer.append(best[:, -2] - best[:, -1])
 
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]

@@ -23,8 +23,8 @@ class RolloutConfig(ConfigModel):
 
     group_size: int = Field(ge=1, default=8)
     """Rollouts per prompt; their mean reward is the baseline."""
-    temperature: float = Field(gt=0, default=1.0)
-    """Sampling temperature; log-probs are taken at it too."""
+    temperature: float = Field(ge=0.01, default=1.0)
+    """Sampling temperature; log-probs are taken at it too. vLLM would raise one below 0.01 to 0.01, unasked."""
     max_new_tokens: int = Field(ge=1, default=64)
     """Longest assistant turn in tokens, its end-of-turn token included."""
     max_turns: int = Field(ge=1, default=1)

@@ -129,9 +129,15 @@ def _read_summary(path: Path) -> list[dict[str, Any]]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path}: must be JSON: {error}; run the evaluation again or remove the file") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(SUMMARY_KEYS) <= row.keys() for row in rows):
+    if not isinstance(rows, list) or not all(map(_is_summary_row, rows)):
         raise DataError(f"{path}: must be a list of rows with {', '.join(SUMMARY_KEYS)}; remove the file")
     return rows
+
+
+def _is_summary_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not set(SUMMARY_KEYS) <= row.keys():
+        return False
+    return all(isinstance(row[key], float | int) for key in SUMMARY_KEYS if key not in ("name", "split"))
 
 
 def _chart_json(chart: Chart) -> dict[str, Any]:
@@ -180,7 +186,7 @@ def _configs_html(names: Sequence[str], folders: Sequence[Path]) -> str:
     for name, folder in zip(names, folders, strict=True):
         path = folder / CONFIG_FILE
         if path.exists():
-            text = html.escape(path.read_text(encoding="utf-8"))
+            text = html.escape(path.read_text(encoding="utf-8", errors="replace"))
             parts.append(f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>")
     return "".join(parts) or "<p>The run folders hold no config.yaml.</p>"
 

@@ -55,7 +55,7 @@ def collect_series(records: Sequence[Mapping[str, Any]], *, run: int) -> list[Se
     found: dict[tuple[str, str], dict[int, Point]] = {}
     for record in records:
         for name in record:
-            if name in RESERVED or _is_interval_part(name, record):
+            if name in RESERVED or _is_interval_part(name, record) or not isinstance(record[name], float | int | None):
                 continue
             extra = {part: record.get(f"{name}/{part}") for part in _INTERVAL} if _is_rate(name, record) else {}
             point = Point(step=record["step"], value=record[name], **extra)

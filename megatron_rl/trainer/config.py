@@ -67,7 +67,7 @@ class RlTrainerConfig(TrainerConfig):
     """Steps between evaluations on held-out prompts; before the first and after the last step there is always one."""
     probe_tolerance: float = Field(gt=0, default=1e-4)
     """Largest allowed difference between the engine's and the trainer's log-prob of a probe token after an update.
-    1e-4 holds in float32; bfloat16 on either side needs about 1."""
+    1e-4 holds in float32. With bfloat16 in model.dtype or engine.dtype the median token decides: set about 0.05."""
     logged_rollouts_per_step: int = Field(ge=0, default=8)
     """Rollouts per step written with all their token streams to RUN/rollouts.jsonl."""
     batch_timeout_s: float = Field(gt=0, default=3600.0)

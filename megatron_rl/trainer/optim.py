@@ -54,8 +54,7 @@ class PolicyOptimizer:
     def step(self, lr: float) -> float:
         """Reduces gradients over ranks, clips, updates; returns the gradient norm before clipping."""
         finalize_model_grads([self.ddp], num_tokens=None, pg_collection=self.pg)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
+        self._set_hyperparameters(lr)
         outcome: Any = self.optimizer.step()
         applied, grad_norm, _ = outcome
         if not applied or grad_norm is None or not math.isfinite(grad_norm):
@@ -64,3 +63,14 @@ class PolicyOptimizer:
                 "then restart: the run resumes from its last checkpoint"
             )
         return float(grad_norm)
+
+    def _set_hyperparameters(self, lr: float) -> None:
+        """Before each step, since loading a checkpoint brings back those it was saved with.
+
+        wd_mult is 0 for biases and norm gains; only Megatron's own scheduler, which is not used here, applies it.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
+            group["betas"] = (self.config.beta1, self.config.beta2)
+            group["eps"] = self.config.eps

@@ -4,6 +4,10 @@ Both sides round differently by about 1e-6. That is harmless except where a rout
 expert: there one side may take the other expert, and this token and all later ones of the text differ visibly though
 the weights are the same. So the trainer measures how close its own routers came, and what follows a near tie in a text
 does not count. There are several short texts so that enough counts; if less than half would, everything does.
+
+In bfloat16 every router is near a tie for some token, and such a token may be off by nats: one in thirty by more than
+0.5, however right the weights are. There the median decides: measured 0.007 with the same weights, above 0.3 with
+experts or rows in the wrong order, or with weights of before the training.
 """
 
 import itertools
@@ -53,7 +57,7 @@ class ProbeResult:
     max_error: float
     """Largest difference in log-prob among the tokens that count."""
     num_excused: int
-    """Tokens beyond the tolerance that do not count because a router was near a tie."""
+    """Tokens beyond the tolerance that did not stop the run: a router was near a tie, or the precision is low."""
 
 
 class WeightProbe:
@@ -86,7 +90,7 @@ class WeightProbe:
         """WeightProbeError if an engine differs by more than tolerance on a token that counts.
 
         policy_logp: [T], the trainer's log-probs of the batch's targets at temperature 1. router_margin: [T] of the
-        same forward; None counts every token (bfloat16: near ties are everywhere and the tolerance covers them).
+        same forward; None for low precision: every token counts, and the median must be within tolerance.
         """
         counted = self._counted(router_margin)
         max_error, num_excused = 0.0, 0
@@ -94,15 +98,17 @@ class WeightProbe:
             error = np.abs(self._engine_logp(engine) - policy_logp.astype(np.float64))
             error = np.where(np.isfinite(error), error, np.inf)[: len(counted)]
             worst = float(error[counted].max())
-            if worst > tolerance:
+            typical = float(np.median(error))
+            decisive = worst if router_margin is not None or np.isinf(worst) else typical
+            if decisive > tolerance:
                 raise WeightProbeError(
                     f"after the update to version {version} the engine {engine.url} must give the probe texts the "
                     f"trainer's log-probs within {tolerance:g} (trainer.probe_tolerance), got a difference of "
-                    f"{worst:g}; the engine holds other weights, or computes in another precision: compare "
+                    f"{decisive:g}; the engine holds other weights, or computes in another precision: compare "
                     "engine.dtype with model.dtype"
                 )
             max_error = max(max_error, worst)
-            num_excused += int((error[~counted] > tolerance).sum())
+            num_excused += int((error > tolerance).sum())
         return ProbeResult(max_error, num_excused)
 
     def _counted(self, router_margin: np.ndarray | None) -> np.ndarray:

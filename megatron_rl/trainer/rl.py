@@ -52,6 +52,8 @@ class RlJob:
     orchestrator_address: str
     engine_urls: list[str]
     engine_timeout_s: float
+    low_precision: bool
+    """Trainer or engines compute in bfloat16."""
 
 
 class RlTrainer:
@@ -189,7 +191,7 @@ class RlTrainer:
         return self.probe.check(
             self.controls,
             out.logp.float().cpu().numpy(),
-            margin if self.job.model.dtype == "float32" else None,
+            None if self.job.low_precision else margin,
             version=self.step,
             tolerance=self.job.trainer.probe_tolerance,
         )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.convert import load_hf, save_hf
+from megatron_rl.checkpoint.folders import reading
 from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state, read_extra, save_training_state
 from megatron_rl.data.packing import pack_for_ranks
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
@@ -81,7 +82,8 @@ class SftTrainer:
         self.step = 0
         if latest is not None:
             self.step, _ = load_training_state(latest, model=self.model, optimizer=self.policy.optimizer, groups=groups)
-            self.stream.load_state_dict(msgspec.json.decode(read_extra(latest, "data")))
+            with reading(latest):
+                self.stream.load_state_dict(msgspec.json.decode(read_extra(latest, "data")))
         self.metrics_writer = None
         if groups.rank == 0:
             truncate_after(job.run_dir, self.step, phase="sft")

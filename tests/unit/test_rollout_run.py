@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.env import StepOutcome
@@ -249,3 +250,10 @@ def test_a_cancelled_rollout_is_cancelled_not_failed() -> None:
             await task
 
     asyncio.run(run())
+
+
+def test_a_temperature_that_the_engine_would_silently_raise_is_refused() -> None:
+    """vLLM samples at 0.01 when asked for less; the trainer would divide by what the run file says."""
+    assert RolloutConfig(temperature=0.01).temperature == 0.01
+    with pytest.raises(ValidationError, match="temperature"):
+        RolloutConfig(temperature=0.009)

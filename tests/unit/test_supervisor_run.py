@@ -1,5 +1,6 @@
 """Real process trees under the supervisor; what is left is looked up by command line, which it does not use."""
 
+import errno
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -146,6 +148,17 @@ def test_log_of_an_earlier_start_is_not_shown_as_this_ones(run: Run) -> None:
     trainer.log_path.write_text("an earlier start\n")
     with pytest.raises(RunFailed, match=r"it wrote nothing to .*trainer.log"):
         run.supervise(trainer)
+
+
+def test_a_full_disk_is_named_and_keeps_nothing_from_being_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
+    trainer = run.part("trainer", "raise SystemExit(1)", finishes=True)
+    with pytest.raises(RunFailed, match=r"trainer died(?s:.*)the disk of .*logs is full: make room"):
+        Supervisor([run.part("service", ENDLESS), trainer], grace_s=1, poll_s=0.05, on_status=full).run()
+    assert run.left() == []
 
 
 def test_service_that_ends_with_0_has_died(run: Run) -> None:

@@ -16,17 +16,17 @@ class Bytes:
 
 
 class Engine:
-    """Log-prob -id/100 for every token, plus what is added from some token of some text on."""
+    """Log-prob -id/100 for every token, plus what is added from some token of some text (None: of each) on."""
 
     url = "http://engine"
 
-    def __init__(self, text: int = 0, token: int = 0, added: float = 0.0) -> None:
+    def __init__(self, text: int | None = 0, token: int = 0, added: float = 0.0) -> None:
         self.text, self.token, self.added = text, token, added
         self.calls = 0
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         logp = np.array([np.nan, *(-t / 100 for t in token_ids[1:])], dtype=np.float32)
-        if list(token_ids) == PROBE.texts[self.text]:
+        if self.text is None or list(token_ids) == PROBE.texts[self.text]:
             logp[self.token :] += self.added
         self.calls += 1
         return logp
@@ -77,6 +77,14 @@ def test_when_ties_would_excuse_most_tokens_every_token_counts() -> None:
         check(Engine(text=2, token=7, added=0.5), np.zeros_like(SURE))
 
 
-def test_without_margins_every_token_counts() -> None:
+def test_in_low_precision_the_median_token_decides_and_the_others_are_reported() -> None:
+    result = check(Engine(text=2, token=7, added=0.5), None)
+    assert result.num_excused == len(PROBE.texts[2]) - 7
+    assert result.max_error == pytest.approx(0.5, abs=1e-6)
+    with pytest.raises(WeightProbeError, match=r"difference of 0\.0002"):
+        check(Engine(text=None, added=2e-4), None)
+
+
+def test_in_low_precision_one_missing_number_stops_the_run() -> None:
     with pytest.raises(WeightProbeError):
-        check(Engine(text=2, token=7, added=0.5), None)
+        check(Engine(text=2, token=7, added=float("nan")), None)

@@ -23,7 +23,7 @@ def test_linear_and_cosine_start_at_the_peak_and_end_at_the_final_fraction_on_th
     for schedule in ("linear", "cosine"):
         values = rates(21, schedule=schedule, warmup_steps=4, final_lr_fraction=0.2)
         assert values[4] == pytest.approx(1.0) and values[-1] == pytest.approx(0.2)
-        assert all(a > b for a, b in itertools.pairwise(values))
+        assert all(a > b for a, b in itertools.pairwise(values[4:]))
     middle = rates(21, schedule="cosine", final_lr_fraction=0.2)[5]
     assert middle == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 0.25)))
 

@@ -1,12 +1,14 @@
 """Environments by name. A run file's `environments` list is made of EnvironmentConfig."""
 
 import importlib
+import traceback
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import Field, ValidationError
 
 from megatron_rl.config import ConfigError, ConfigModel
+from megatron_rl.records import Prompt
 from megatron_rl.rollout.env import Environment
 
 BUILT_IN = {
@@ -31,11 +33,46 @@ class EnvironmentConfig(ConfigModel):
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """The environment a config names. ConfigError for an unknown name, a class that does not load or a bad option."""
+    """The environment a config names. ConfigError for an unknown name, a class that fails or a bad option."""
     kind = _environment_class(config.name)
     label = config.label or (kind.__name__ if ":" in config.name else config.name)
     options = _checked_options(kind.Options, config.options, label)
-    return kind(options, name=label)
+    try:
+        return kind(options, name=label)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"environment {label} must be ready to use, but its class {failure(error)}; mend it"
+        ) from error
+
+
+def check_environment(environment: Environment) -> list[Prompt]:
+    """The first prompt of every split. ConfigError if the environment fails to give one."""
+    prompts = []
+    for split in environment.splits:
+        try:
+            size = environment.size(split)
+            prompts.append(environment.prompt(split, 0))
+        except Exception as error:
+            raise ConfigError(
+                f"environment {environment.name} must have a first prompt in its split {split}, but it "
+                f"{failure(error)}; mend it"
+            ) from error
+        if size == 0 or not isinstance(prompts[-1], Prompt):
+            got = "none" if size == 0 else type(prompts[-1]).__name__
+            raise ConfigError(
+                f"environment {environment.name} must give megatron_rl.records.Prompt in its split {split}, got {got}"
+            )
+    return prompts
+
+
+def failure(error: BaseException) -> str:
+    """What an environment's code raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # The frames of a syntax error end in the importer; its text has the place.
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames and not isinstance(error, SyntaxError) else ""
+    return f"raises {type(error).__name__}: {error}{where}"
 
 
 def _environment_class(name: str) -> Any:
@@ -52,6 +89,8 @@ def _environment_class(name: str) -> Any:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"environments.name must name an importable class, got {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"environments.name must name an importable class, but {name!r} {failure(error)}") from error
     options = getattr(kind, "Options", None)
     if not (isinstance(options, type) and issubclass(options, ConfigModel)):
         raise ConfigError(f"environment {name} needs a class attribute Options that is a ConfigModel, got {options!r}")
