@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import signal
 
-from megatron_rl.engine.server import SERVER_PID
-
+SERVER_PID = "MEGATRON_RL_SERVER_PID"
+"""Environment variable by which vLLM's own processes find the server they must not outlive."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -21,10 +21,9 @@ from typing import Literal, Protocol
 from megatron_rl.config import ConfigError
 from megatron_rl.engine.config import EngineConfig
 from megatron_rl.engine.errors import EngineError
+from megatron_rl.engine.lifetime import SERVER_PID
 
 PlatformName = Literal["cpu", "cuda"]
-SERVER_PID = "MEGATRON_RL_SERVER_PID"
-"""Environment variable by which vLLM's own processes find the server they must not outlive."""
 _LOG_LINES = 20
 
 

@@ -118,6 +118,12 @@ class Orchestrator:
             admitted = [samples for _, samples in slots if samples]
             if admitted:
                 return drawn, admitted
+            if all(rollout.error for groups, _ in slots for group in groups for rollout in group.rollouts):
+                # Other prompts will not help: with a stuck engine each round would cost a request's whole time-out.
+                raise NothingToTrainError(
+                    f"step {step} needs rollouts, but every one of a whole round failed; mend what the first of them "
+                    f"met: {_first_error(drawn)}"
+                )
         raise NothingToTrainError(
             f"step {step} needs at least one group with different rewards, got none of {len(drawn)} "
             f"({dict(_drop_reasons(drawn))}); choose easier or harder tasks or a larger rollout.group_size; "

@@ -11,27 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_rl.checkpoint.convert import load_hf, save_hf
-from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state, save_training_state
 from megatron_rl.data.render import load_tokenizer
+from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import Platform
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.engine.client import EngineControl
 from megatron_rl.loss.config import LossConfig
 from megatron_rl.loss.head import rl_loss
-from megatron_rl.model.build import ModelConfig, build_model
+from megatron_rl.model.build import ModelConfig
 from megatron_rl.model.forward import DeviceBatch, taken_logprobs
 from megatron_rl.model.hf_weights import export_hf, hf_layout
 from megatron_rl.model.router_margin import watch_routers
 from megatron_rl.records import PackedBatch, StepBatch, wire
 from megatron_rl.telemetry.rollouts import RolloutLog, TokenRecord
-from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_status
-from megatron_rl.telemetry.values import Last, from_wire, reduce_over_ranks
+from megatron_rl.telemetry.values import Last, from_wire
+from megatron_rl.trainer.base import PolicyTrainer
 from megatron_rl.trainer.config import RlTrainerConfig
 from megatron_rl.trainer.link import OrchestratorLink
-from megatron_rl.trainer.optim import PolicyOptimizer
 from megatron_rl.trainer.probe import ProbeResult, WeightProbe
 from megatron_rl.trainer.rollout_log import token_records
 from megatron_rl.trainer.schedule import learning_rate
@@ -59,38 +56,33 @@ class RlJob:
 class RlTrainer:
     """Holds the policy and its links; run() trains to the last step. Collective: every rank runs the same calls."""
 
-    def __init__(self, job: RlJob, platform: Platform, groups: ParallelGroups, parallel: Any) -> None:
+    def __init__(self, job: RlJob, platform: Platform, groups: ParallelGroups, parallel: ParallelConfig) -> None:
         self.job, self.platform, self.groups = job, platform, groups
         self.tokenizer = load_tokenizer(job.model.path)
-        self.checkpoints = job.run_dir / "checkpoints"
-        latest = latest_checkpoint(self.checkpoints)
-        self.model = build_model(job.model, parallel, groups, platform)
-        if latest is None:
-            load_hf(self.model, Path(job.model.path), groups)
-        self.policy = PolicyOptimizer(self.model, groups, job.trainer.optimizer)
-        self.step = 0
-        if latest is not None:
-            self.step, _ = load_training_state(latest, model=self.model, optimizer=self.policy.optimizer, groups=groups)
+        self.base = PolicyTrainer(
+            job.run_dir, job.model, job.trainer, phase="rl", platform=platform, groups=groups, parallel=parallel
+        )
         self.link = OrchestratorLink(
             job.orchestrator_address,
             timeout_s=job.trainer.batch_timeout_s,
             rank=groups.rank,
             device=platform.device,
         )
-        is_writer = groups.rank == 0
-        controls = [EngineControl(url, timeout_s=job.engine_timeout_s) for url in job.engine_urls] if is_writer else []
+        urls = job.engine_urls if self.base.is_writer else []
+        self.controls = [EngineControl(url, timeout_s=job.engine_timeout_s) for url in urls]
         self.publisher = Publisher(
-            hf_layout(self.model, groups),
-            lambda owners: export_hf(self.model, groups, owners=owners),
-            controls,
+            hf_layout(self.base.model, groups),
+            lambda owners: export_hf(self.base.model, groups, owners=owners),
+            self.controls,
             config=job.weight_sync,
         )
         self.probe = WeightProbe(self.tokenizer, pad_multiple=groups.tp_size)
-        self.controls = controls
-        self.metrics_writer = MetricsWriter(job.run_dir) if is_writer else None
-        self.rollout_log = RolloutLog(job.run_dir) if is_writer else None
-        if is_writer:
-            truncate_after(job.run_dir, self.step, phase="rl")
+        self.rollout_log = RolloutLog(job.run_dir) if self.base.is_writer else None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done; also the weight version the engines hold between steps."""
+        return self.base.step
 
     def run(self) -> None:
         """Trains from the current step to the last one; returns when the orchestrator knows that it is over."""
@@ -105,31 +97,30 @@ class RlTrainer:
                 self._evaluate()
             if self.step % config.checkpoint.every_steps == 0 or self.step == config.steps:
                 self._save()
-        if config.export:
-            save_hf(self.model, self.job.run_dir / "hf", self.groups, source=Path(self.job.model.path))
+        self.base.export()
         self.link.ask(wire.RunFinished(step=self.step))
         self.link.close()
 
     def _train_one(self, sync_metrics: dict[str, Any]) -> None:
         started = time.monotonic()
-        self._status(f"step {self.step + 1}: waiting for rollouts")
+        self.base.status(f"step {self.step + 1}: waiting for rollouts")
         reply = self.link.ask(
             wire.BatchRequest(step=self.step, weight_version=self.step, data_parallel_size=self.groups.dp_size)
         )
         assert isinstance(reply, wire.BatchReply), f"expected a batch, got {type(reply).__name__}"
         batch, waited_s = reply.batch, time.monotonic() - started
-        self._status(f"step {self.step + 1}: training")
+        self.base.status(f"step {self.step + 1}: training")
         records: list[TokenRecord] = []
         lr = learning_rate(self.job.trainer.optimizer, step=self.step, total_steps=self.job.trainer.steps)
         grad_norm, metrics = train_step(
-            self.policy,
+            self.base.policy,
             batch.microbatches[self.groups.dp_rank],
             partial(self._loss, denominator=batch.num_trained, records=records),
             lr=lr,
         )
-        metrics = reduce_over_ranks(metrics, self._gather)
-        self.step += 1
-        self._write(
+        metrics = self.base.reduce(metrics)
+        self.base.step += 1
+        self.base.write(
             {
                 **{name: from_wire(value) for name, value in batch.metrics.items()},
                 **metrics,
@@ -150,7 +141,7 @@ class RlTrainer:
         device = self.platform.device
         assert batch.advantages is not None and batch.engine_logp is not None, "an RL batch carries RL streams"
         out = taken_logprobs(
-            self.policy.ddp,
+            self.base.policy.ddp,
             DeviceBatch.from_packed(batch, device),
             self.groups,
             temperature=self.job.temperature,
@@ -171,7 +162,7 @@ class RlTrainer:
 
     def _publish(self) -> dict[str, Any]:
         """Version self.step into every engine, then the probe check. Metrics of both."""
-        self._status(f"weights of version {self.step} into the engine")
+        self.base.status(f"weights of version {self.step} into the engine")
         started = time.monotonic()
         self.publisher.publish(self.step)
         publish_s = time.monotonic() - started
@@ -185,8 +176,8 @@ class RlTrainer:
     def _check_engines(self) -> ProbeResult:
         """The probe texts on both sides; WeightProbeError on rank 0, where the engines are known."""
         batch = DeviceBatch.from_packed(self.probe.batch, self.platform.device)
-        with torch.no_grad(), watch_routers(self.model) as routers:
-            out = taken_logprobs(self.policy.ddp, batch, self.groups)
+        with torch.no_grad(), watch_routers(self.base.model) as routers:
+            out = taken_logprobs(self.base.policy.ddp, batch, self.groups)
         margin = routers.smallest(self.groups).cpu().numpy()
         return self.probe.check(
             self.controls,
@@ -197,37 +188,16 @@ class RlTrainer:
         )
 
     def _evaluate(self) -> None:
-        self._status(f"evaluating version {self.step} on held-out prompts")
+        self.base.status(f"evaluating version {self.step} on held-out prompts")
         reply = self.link.ask(wire.EvalRequest(step=self.step, weight_version=self.step))
         assert isinstance(reply, wire.EvalReply), f"expected an evaluation, got {type(reply).__name__}"
-        self._write({name: from_wire(value) for name, value in reply.metrics.items()})
+        self.base.write({name: from_wire(value) for name, value in reply.metrics.items()})
 
     def _save(self) -> None:
-        self._status(f"saving checkpoint of step {self.step}")
+        self.base.status(f"saving checkpoint of step {self.step}")
         reply = self.link.ask(wire.StateRequest(step=self.step))
         assert isinstance(reply, wire.StateReply), f"expected a state, got {type(reply).__name__}"
-        save_training_state(
-            self.checkpoints,
-            step=self.step,
-            model=self.model,
-            optimizer=self.policy.optimizer,
-            groups=self.groups,
-            extra={"orchestrator": reply.state},
-            config=self.job.trainer.checkpoint,
-        )
-
-    def _gather(self, metrics: dict[str, Any]) -> list[dict[str, Any]]:
-        gathered: list[Any] = [None] * self.groups.dp_size
-        dist.all_gather_object(gathered, metrics, group=self.groups.dp_group)
-        return gathered
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        if self.metrics_writer is not None:
-            self.metrics_writer.write(self.step, metrics, phase="rl")
-
-    def _status(self, text: str) -> None:
-        if self.metrics_writer is not None:
-            write_status(self.job.run_dir, text)
+        self.base.save({"orchestrator": reply.state})
 
     def _token_text(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))

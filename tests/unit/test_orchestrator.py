@@ -129,6 +129,13 @@ def test_a_step_without_any_signal_is_drawn_anew_and_then_an_error_that_says_why
     assert engine.calls == 3 * 2 * 2 * 2
 
 
+def test_a_round_of_failures_alone_is_not_drawn_anew() -> None:
+    orchestrator, _, engine = make([ConnectionError("engine gone")], max_redraws=1, max_empty_rounds=9)
+    with pytest.raises(NothingToTrainError, match=r"every one.*engine gone"):
+        asyncio.run(orchestrator.step_batch(REQUEST))
+    assert engine.calls == 2 * 2 * 2, "two places, each drawn twice, two rollouts each"
+
+
 def test_failed_rollouts_leave_before_the_baseline() -> None:
     orchestrator, _, _ = make(["a", ConnectionError("engine gone"), "a", "x"], groups_per_step=2)
     batch = asyncio.run(orchestrator.step_batch(REQUEST))

@@ -1,0 +1,88 @@
+"""What the SFT and the RL trainer share: a policy that is fresh or resumed, where metrics go, how state is saved."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.convert import load_hf, save_hf
+from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state, save_training_state
+from megatron_rl.distributed.config import ParallelConfig
+from megatron_rl.distributed.device import Platform
+from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.model.build import ModelConfig, build_model
+from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_status
+from megatron_rl.telemetry.values import Value, reduce_over_ranks
+from megatron_rl.trainer.config import TrainerConfig
+from megatron_rl.trainer.optim import PolicyOptimizer
+
+
+class PolicyTrainer:
+    """A policy with its optimizer at some step. Collective: every rank runs the same calls; rank 0 writes."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        model_config: ModelConfig,
+        config: TrainerConfig,
+        *,
+        phase: str,
+        platform: Platform,
+        groups: ParallelGroups,
+        parallel: ParallelConfig,
+    ) -> None:
+        """From the newest checkpoint of the run folder, or from the model folder if there is none."""
+        self.run_dir, self.phase, self.platform, self.groups = run_dir, phase, platform, groups
+        self._model_path, self._config = Path(model_config.path), config
+        self.is_writer = groups.rank == 0
+        self.checkpoint = latest_checkpoint(run_dir / "checkpoints")
+        self.model = build_model(model_config, parallel, groups, platform)
+        if self.checkpoint is None:
+            load_hf(self.model, self._model_path, groups)
+        self.policy = PolicyOptimizer(self.model, groups, config.optimizer)
+        self.step = 0
+        if self.checkpoint is not None:
+            self.step, _ = load_training_state(
+                self.checkpoint, model=self.model, optimizer=self.policy.optimizer, groups=groups
+            )
+        if self.is_writer:
+            truncate_after(run_dir, self.step, phase=phase)
+        self._metrics = MetricsWriter(run_dir) if self.is_writer else None
+
+    def save(self, extra: Mapping[str, bytes]) -> None:
+        """Training state under RUN/checkpoints; extra is kept with it, in the same rename."""
+        save_training_state(
+            self.run_dir / "checkpoints",
+            step=self.step,
+            model=self.model,
+            optimizer=self.policy.optimizer,
+            groups=self.groups,
+            extra=extra,
+            config=self._config.checkpoint,
+        )
+
+    def export(self) -> None:
+        """RUN/hf, if the run wants it."""
+        if self._config.export:
+            self.status("writing the Hugging Face folder")
+            save_hf(self.model, self.run_dir / "hf", self.groups, source=self._model_path)
+
+    def reduce(self, metrics: Mapping[str, Value]) -> dict[str, Value]:
+        """Metrics of all data-parallel ranks, equal on each; ranks of one tensor-parallel group count once."""
+        return reduce_over_ranks(metrics, self._gather)
+
+    def write(self, metrics: Mapping[str, Value]) -> None:
+        """Into metrics.jsonl, under the current step."""
+        if self._metrics is not None:
+            self._metrics.write(self.step, metrics, phase=self.phase)
+
+    def status(self, text: str) -> None:
+        """What the run does now, for the progress display."""
+        if self.is_writer:
+            write_status(self.run_dir, text)
+
+    def _gather(self, metrics: dict[str, Any]) -> list[dict[str, Any]]:
+        gathered: list[Any] = [None] * self.groups.dp_size
+        dist.all_gather_object(gathered, metrics, group=self.groups.dp_group)
+        return gathered
