@@ -3,7 +3,7 @@
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,19 +44,19 @@ def run_rl(run: RlRun) -> Path:
     Starts no engines where engine.urls names some.
     """
     check_rl(run)
-    starts_engines, run = not run.engine.urls, with_addresses(run)
-    engines = engine_parts(run, run.run.folder) if starts_engines else []
+    addressed = with_addresses(run)
+    engines = [] if run.engine.urls else engine_parts(addressed, run.run.folder)
     with _run_folder(run, run.run) as folder:
         if not _is_complete(folder, run.trainer):
+            overrides = _addresses(addressed)
             orchestrator = Part(
                 name="orchestrator",
-                argv=[sys.executable, "-m", "megatron_rl.cli.orchestrate", str(folder / CONFIG_FILE)],
+                argv=[sys.executable, "-m", "megatron_rl.cli.orchestrate", str(folder / CONFIG_FILE), *overrides],
                 env={},
                 log_path=folder / "logs" / "orchestrator.log",
                 finishes=True,
-                wave=0,
             )
-            trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_rl", wave=0)
+            trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_rl", overrides)
             _supervise([*engines, orchestrator, trainer], folder, total_steps=run.trainer.steps, label="RL")
         build_report(folder, folder / "report.html")
     return folder
@@ -69,20 +69,19 @@ def run_evaluation(run: RlRun, out: Path) -> Path:
         raise ConfigError(
             f"an evaluation starts engines of its own on model.path, got engine.urls {run.engine.urls}; remove them"
         )
-    run = with_addresses(run)
-    folder = out
-    check_folder(folder, "--out")
-    config, result = folder / CONFIG_FILE, folder / "eval.json"
+    check_folder(out, "--out")
+    config, result = out / CONFIG_FILE, out / "eval.json"
     config.write_text(dump_config(run), encoding="utf-8")
+    addressed = with_addresses(run)
     evaluator = Part(
         name="evaluation",
-        argv=[sys.executable, "-m", "megatron_rl.cli.evaluate", str(config), str(result)],
+        argv=[sys.executable, "-m", "megatron_rl.cli.evaluate", str(config), str(result), *_addresses(addressed)],
         env={},
-        log_path=folder / "logs" / "evaluation.log",
+        log_path=out / "logs" / "evaluation.log",
         finishes=True,
         wave=1,
     )
-    Supervisor([*engine_parts(run, folder), evaluator], on_status=lambda text: write_status(folder, text)).run()
+    Supervisor([*engine_parts(addressed, out), evaluator], on_status=lambda text: write_status(out, text)).run()
     return result
 
 
@@ -119,7 +118,12 @@ def engine_parts(run: RlRun, folder: Path) -> list[Part]:
     return parts
 
 
-def _trainer_part(run: RunConfig, folder: Path, module: str, wave: int = 0) -> Part:
+def _addresses(run: RlRun) -> list[str]:
+    """Overrides by which the processes of one start find each other; RUN/config.yaml holds for every start."""
+    return [f"orchestrator.address={run.orchestrator.address}", f"engine.urls=[{', '.join(run.engine.urls)}]"]
+
+
+def _trainer_part(run: RunConfig, folder: Path, module: str, overrides: Sequence[str] = ()) -> Part:
     torchrun = [
         sys.executable,
         "-m",
@@ -133,11 +137,10 @@ def _trainer_part(run: RunConfig, folder: Path, module: str, wave: int = 0) -> P
     ]
     return Part(
         name="trainer",
-        argv=[*torchrun, "-m", module, str(folder / CONFIG_FILE)],
+        argv=[*torchrun, "-m", module, str(folder / CONFIG_FILE), *overrides],
         env={"OMP_NUM_THREADS": str(run.threads), "OMP_WAIT_POLICY": "passive"},
         log_path=folder / "logs" / "trainer.log",
         finishes=True,
-        wave=wave,
     )
 
 
@@ -165,7 +168,7 @@ def _say_what_resumes(path: Path, run: ConfigModel, folder: Path) -> None:
     read_metrics(folder)  # DataError now rather than in the trainer
     latest = latest_checkpoint(folder / "checkpoints")
     print(f"resuming {folder} from {latest.name if latest else 'its start: it has no checkpoint yet'}", flush=True)
-    changed = [key for key in changed_keys(old, new) if key not in _PER_START] if old else []
+    changed = changed_keys(old, new) if old else []
     if changed:
         print(f"changed since the last start: {', '.join(changed)}", flush=True)
 
@@ -194,9 +197,6 @@ def _is_complete(folder: Path, trainer: TrainerConfig) -> bool:
         flush=True,
     )
     return True
-
-
-_PER_START = frozenset({"orchestrator.address", "engine.urls"})
 
 
 def _supervise(parts: list[Part], folder: Path, *, total_steps: int, label: str) -> None:

@@ -4,14 +4,14 @@ import os
 import sys
 from collections.abc import Callable
 
-from megatron_rl.config import ConfigError, DataError
+from megatron_rl.config import ConfigError, DataError, RunError
 
 
 def run_with_user_errors(action: Callable[[], None]) -> int:
-    """Exit status of action: 0, or 2 after printing a user's error in one line, with the rank unless that is 0."""
+    """Exit status of action: 0, or 2 after one line on an error that a person can mend; ranks above 0 name theirs."""
     try:
         action()
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, RunError) as error:
         rank = os.environ.get("RANK", "0")
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -1,6 +1,6 @@
 """Loading, checking and printing of run configs."""
 
-from megatron_rl.config.errors import ConfigError, DataError
+from megatron_rl.config.errors import ConfigError, DataError, RunError
 from megatron_rl.config.model import ConfigModel
 
-__all__ = ["ConfigError", "ConfigModel", "DataError"]
+__all__ = ["ConfigError", "ConfigModel", "DataError", "RunError"]

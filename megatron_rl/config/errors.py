@@ -1,4 +1,4 @@
-"""The two errors a user's input can cause. Each message gives the rule, the value and the cure."""
+"""Errors that a person can mend: the message gives rule, value and cure, and is shown without a traceback."""
 
 
 class ConfigError(Exception):
@@ -7,3 +7,7 @@ class ConfigError(Exception):
 
 class DataError(Exception):
     """An input file does not fit; the message names the file and, for rows, the line."""
+
+
+class RunError(Exception):
+    """A run that was set up right cannot go on: what it needs stopped being true."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+from megatron_rl.config import RunError
 from megatron_rl.data.render import ChatRenderer
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.env import Environment
@@ -10,7 +11,7 @@ from megatron_rl.rollout.run import Generator, RolloutConfig, run_rollout
 from megatron_rl.telemetry.values import Rate
 
 
-class EvaluationError(Exception):
+class EvaluationError(RunError):
     """Held-out rollouts failed for reasons outside the model; their pass rate would mean nothing."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config import RunError
 from megatron_rl.data.packing import pack_for_ranks
 from megatron_rl.data.render import ChatRenderer
 from megatron_rl.loss.reduce import trained_mask
@@ -153,7 +153,7 @@ class Orchestrator:
         return drawn, []
 
 
-class NothingToTrainError(ConfigError):
+class NothingToTrainError(RunError):
     """No group of a step had a learning signal."""
 
 

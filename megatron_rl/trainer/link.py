@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from megatron_rl.config import RunError
 from megatron_rl.records import wire
 
 
-class OrchestratorError(Exception):
+class OrchestratorError(RunError):
     """The orchestrator failed or did not answer; the message says where to look."""
 
 

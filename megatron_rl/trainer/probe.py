@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_rl.config import RunError
 from megatron_rl.data.packing import pack_samples
 from megatron_rl.records import PackedBatch, Sample
 
@@ -36,7 +37,7 @@ NEAR_TIE = 2e-5
 """Router margin in float32 below which two correct computations may choose different experts."""
 
 
-class WeightProbeError(Exception):
+class WeightProbeError(RunError):
     """An engine does not compute what the trainer computes; going on would train on noise."""
 
 

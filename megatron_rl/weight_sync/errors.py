@@ -1,7 +1,9 @@
 """What can go wrong between a new weight version and the engines that should serve it."""
 
+from megatron_rl.config import RunError
 
-class WeightSyncError(Exception):
+
+class WeightSyncError(RunError):
     """A version did not reach an engine whole. Every engine that did not take it still serves the one before."""
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rl.rollout.env import Environment
 from megatron_rl.rollout.environments import EnvironmentConfig, make_environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -18,7 +17,7 @@ def blocks(language: str) -> list[str]:
 def test_the_example_asks_judges_and_keeps_its_splits_apart() -> None:
     names: dict = {}
     exec(blocks("python")[0], names)
-    environment: Environment = names["Sums"](names["SumOptions"](largest=20))
+    environment = names["Sums"](names["SumOptions"](largest=20))
     train = {environment.prompt("train", i).messages[0]["content"] for i in range(200)}
     assert not train & {environment.prompt("heldout", i).messages[0]["content"] for i in range(200)}
     prompt = environment.prompt("train", 7)

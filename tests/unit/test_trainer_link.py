@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
+from torch._C._distributed_c10d import HashStore
 
 from megatron_rl.records import wire
 from megatron_rl.trainer.link import OrchestratorError, OrchestratorLink
@@ -14,7 +15,7 @@ from megatron_rl.trainer.link import OrchestratorError, OrchestratorLink
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
