@@ -81,7 +81,9 @@ def run_evaluation(run: RlRun, out: Path) -> Path:
         finishes=True,
         wave=1,
     )
-    Supervisor([*engine_parts(addressed, out), evaluator], on_status=lambda text: write_status(out, text)).run()
+    Supervisor(
+        [*engine_parts(addressed, out), evaluator], on_status=lambda text: print(f"eval  {text}", flush=True)
+    ).run()
     return result
 
 

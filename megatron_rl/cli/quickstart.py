@@ -29,6 +29,8 @@ def run_quickstart(folder: Path, *, seed: int) -> None:
     started = time.monotonic()
     tiny, sft_dir, rl_dir = folder / "tiny", folder / "sft", folder / "rl"
     _check_seed(tiny / "done", seed)
+    if (rl_dir / "hf").exists():
+        console.print(f"{folder} is finished; for another run remove it or give another --folder")
     if not (tiny / "done").exists():
         console.print(f"[bold]1/4[/] a tiny Qwen3-MoE, its tokenizer and conversations -> {tiny}")
         make_tiny(tiny, seed=seed)
@@ -50,9 +52,8 @@ def run_quickstart(folder: Path, *, seed: int) -> None:
         (place / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     page = build_report([sft_dir, rl_dir], folder / "report.html")
     console.print(_table(rows))
-    console.print(f"took {(time.monotonic() - started) / 60:.1f} minutes")
-    console.print(f"run folder: {rl_dir}")
-    console.print(f"page:       {page}")
+    print(f"took {(time.monotonic() - started) / 60:.1f} minutes")
+    print(f"run folder: {rl_dir}\npage:       {page}", flush=True)
 
 
 def _check_seed(done: Path, seed: int) -> None:
@@ -67,23 +68,23 @@ def _check_seed(done: Path, seed: int) -> None:
 
 def _configs(folder: Path, seed: int) -> tuple[SftRun, RlRun]:
     tiny, examples = folder / "tiny", _examples()
-    sft = load_config(
-        examples / "sft" / "tiny_cpu.yaml",
-        SftRun,
-        [
-            f"run.dir={folder / 'sft'}",
-            f"run.seed={seed}",
-            f"model.path={tiny / 'model'}",
-            f"data.train=[{tiny / 'train.jsonl'}]",
-            f"data.heldout=[{tiny / 'heldout.jsonl'}]",
-        ],
+    sft = {
+        "run.dir": str(folder / "sft"),
+        "run.seed": seed,
+        "model.path": str(tiny / "model"),
+        "data.train": [str(tiny / "train.jsonl")],
+        "data.heldout": [str(tiny / "heldout.jsonl")],
+    }
+    rl = {"run.dir": str(folder / "rl"), "run.seed": seed, "model.path": str(folder / "sft" / "hf")}
+    return (
+        load_config(examples / "sft" / "tiny_cpu.yaml", SftRun, _overrides(sft)),
+        load_config(examples / "rl" / "tiny_cpu.yaml", RlRun, _overrides(rl)),
     )
-    rl = load_config(
-        examples / "rl" / "tiny_cpu.yaml",
-        RlRun,
-        [f"run.dir={folder / 'rl'}", f"run.seed={seed}", f"model.path={folder / 'sft' / 'hf'}"],
-    )
-    return sft, rl
+
+
+def _overrides(values: dict[str, Any]) -> list[str]:
+    """key=value for each; JSON is YAML that needs no further quoting."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _examples() -> Path:

@@ -109,6 +109,7 @@ def _save_model(folder: Path, seed: int) -> None:
     """Weights as transformers initialises them, float32."""
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     pad_id, end_of_turn_id = _SPECIAL_TOKENS.index("<|endoftext|>"), _SPECIAL_TOKENS.index("<|im_end|>")
     settings: dict[str, Any] = dict(
@@ -131,6 +132,7 @@ def _save_model(folder: Path, seed: int) -> None:
         eos_token_id=end_of_turn_id,
         dtype="float32",
     )
+    transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
