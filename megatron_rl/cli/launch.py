@@ -1,6 +1,5 @@
 """Single-machine runs: which processes, in which order, and what a person sees meanwhile."""
 
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.cli.supervisor import Part, PartHandle, RunLock, Supervisor
 from megatron_rl.config import ConfigError, ConfigModel
 from megatron_rl.config.load import dump_config
-from megatron_rl.engine.server import engine_command, require_free_port, wait_until_ready
+from megatron_rl.engine.server import engine_command, free_port, require_free_port, wait_until_ready
 from megatron_rl.telemetry.progress import follow
 from megatron_rl.telemetry.report import build_report
 from megatron_rl.telemetry.sinks import read_metrics, write_status
@@ -91,9 +90,9 @@ def with_addresses(run: RlRun) -> RlRun:
     """The run with every address that was left open filled in by a free loopback port."""
     orchestrator, engine = run.orchestrator, run.engine
     if not orchestrator.address:
-        orchestrator = orchestrator.model_copy(update={"address": f"tcp://127.0.0.1:{_free_port()}"})
+        orchestrator = orchestrator.model_copy(update={"address": f"tcp://127.0.0.1:{free_port()}"})
     if not engine.urls:
-        ports = [engine.port + index if engine.port else _free_port() for index in range(engine.count)]
+        ports = [engine.port + index if engine.port else free_port() for index in range(engine.count)]
         for port in ports:
             require_free_port(engine.host, port)
         engine = engine.model_copy(update={"urls": [f"http://{engine.host}:{port}" for port in ports]})
@@ -135,7 +134,7 @@ def _trainer_part(run: RunConfig, folder: Path, module: str, overrides: Sequence
         "--master-addr",
         "127.0.0.1",
         "--master-port",
-        str(_free_port()),
+        str(free_port()),
     ]
     return Part(
         name="trainer",
@@ -212,9 +211,3 @@ def _supervise(parts: list[Part], folder: Path, *, total_steps: int, label: str)
     finally:
         stop.set()
         progress.join(timeout=5)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import zmq
 
+from megatron_rl.cli.no_effect import check_rl_options, check_sft_options
 from megatron_rl.cli.output_folder import check_folder
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.config import ConfigError
@@ -22,6 +23,7 @@ from megatron_rl.rollout.environments import check_environment, make_environment
 
 def check_sft(run: SftRun) -> None:
     """ConfigError or DataError for the first thing that does not fit. Reads and renders every row."""
+    check_sft_options(run)
     check_platform(run.run.platform, num_ranks=run.run.processes)
     hf_config = check_model_folder(run.model.path)
     _check_layout(hf_config, run.run, run.parallel)
@@ -35,6 +37,7 @@ def check_sft(run: SftRun) -> None:
 
 def check_rl(run: RlRun) -> None:
     """ConfigError for the first thing that does not fit. Makes every environment and its first prompts."""
+    check_rl_options(run)
     check_platform(run.run.platform, num_ranks=run.run.processes)
     hf_config = check_model_folder(run.model.path)
     _check_layout(hf_config, run.run, run.parallel)
@@ -97,13 +100,6 @@ def _check_capacity(microbatch_tokens: int, context_length: int, key: str) -> No
 def _check_engine(run: RlRun, hf_config: dict[str, Any]) -> None:
     engine = run.engine
     check_engine(engine, Path(run.model.path))
-    started_here = {"count": 1, "port": 0, "host": "127.0.0.1"}
-    unused = [key for key, default in started_here.items() if engine.urls and getattr(engine, key) != default]
-    if unused:
-        raise ConfigError(
-            f"engine.{unused[0]} has no effect with engine.urls, which names engines that run already, "
-            f"got {getattr(engine, unused[0])}; remove one of the two"
-        )
     if engine.max_model_len is not None and engine.max_model_len < run.rollout.context_length:
         raise ConfigError(
             f"engine.max_model_len must hold rollout.context_length={run.rollout.context_length}, "

@@ -80,24 +80,6 @@ def pack_for_ranks(
     return _same_count(ranks, pad_multiple=pad_multiple, pad_id=pad_id)
 
 
-def split_over_ranks(
-    batches: Sequence[PackedBatch], data_parallel_size: int, *, pad_multiple: int = 1, pad_id: int = 0
-) -> list[list[PackedBatch]]:
-    """[rank][microbatch] of batches that are already packed: the same number on each rank, missing ones all padding.
-
-    Largest batch first to the rank with the fewest positions that still has a place.
-    """
-    places = -(-len(batches) // data_parallel_size)
-    ranks: list[list[PackedBatch]] = [[] for _ in range(data_parallel_size)]
-    loads = [(0, rank) for rank in range(data_parallel_size)]
-    for batch in sorted(batches, key=lambda b: -b.num_tokens):
-        load, rank = heapq.heappop(loads)
-        ranks[rank].append(batch)
-        if len(ranks[rank]) < places:
-            heapq.heappush(loads, (load + batch.num_tokens, rank))
-    return _same_count(ranks, pad_multiple=pad_multiple, pad_id=pad_id)
-
-
 def num_positions(samples: Sequence[Sample], *, capacity: int) -> list[int]:
     """Positions that each sample fills; DataError names one that fits no microbatch or has no token to predict."""
     lengths = [len(sample.token_ids) - 1 for sample in samples]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import DataError
-from megatron_rl.data.packing import next_k_fit, pack_for_ranks, pack_samples, split_over_ranks
+from megatron_rl.data.packing import next_k_fit, pack_for_ranks, pack_samples
 from megatron_rl.records import PackedBatch, Sample
 
 CAPACITY = 40
@@ -135,15 +135,12 @@ def test_packing_keeps_the_trained_set(sizes: list[int], data_parallel_size: int
     )
     packed = pack_samples(given_samples, capacity=CAPACITY, pad_multiple=pad_multiple)
     assert trained_pairs(packed) == expected
-    for ranks in (
-        pack_for_ranks(
-            given_samples, capacity=CAPACITY, data_parallel_size=data_parallel_size, pad_multiple=pad_multiple
-        ),
-        split_over_ranks(packed, data_parallel_size, pad_multiple=pad_multiple),
-    ):
-        assert trained_pairs([batch for own in ranks for batch in own]) == expected
-        assert len(ranks) == data_parallel_size and len({len(own) for own in ranks}) == 1
-        assert all(batch.num_tokens <= CAPACITY for own in ranks for batch in own)
+    ranks = pack_for_ranks(
+        given_samples, capacity=CAPACITY, data_parallel_size=data_parallel_size, pad_multiple=pad_multiple
+    )
+    assert trained_pairs([batch for own in ranks for batch in own]) == expected
+    assert len(ranks) == data_parallel_size and len({len(own) for own in ranks}) == 1
+    assert all(batch.num_tokens <= CAPACITY for own in ranks for batch in own)
 
 
 @given(SIZES, st.integers(1, 5))
@@ -176,7 +173,6 @@ def test_a_rank_without_work_gets_padding_that_trains_nothing() -> None:
 
 def test_nothing_to_pack_gives_every_rank_nothing() -> None:
     assert pack_for_ranks([], capacity=CAPACITY, data_parallel_size=2) == [[], []]
-    assert split_over_ranks([], 2) == [[], []]
 
 
 def test_samples_that_fit_no_microbatch_are_named() -> None:
