@@ -137,3 +137,12 @@ def test_a_run_survives_every_death_and_both_sides_agree(
     assert trained == list(range(1, STEPS + 1)), "every step is recorded exactly once"
     assert (run_dir / "hf" / "model.safetensors.index.json").exists() or list((run_dir / "hf").glob("*.safetensors"))
     assert "<html" in (run_dir / "report.html").read_text()
+
+
+def test_an_engine_that_computes_something_else_stops_the_run(sft_run: Path, tmp_path: Path, command: Callable) -> None:
+    run_dir = tmp_path / "run"
+    run = command("rl", str(rl_config(sft_run / "hf", tmp_path)), "engine.dtype=bfloat16")
+    assert run.wait(180) == 1, run.text()
+    assert "trainer died" in run.text() and "probe_tolerance" in run.text() and "engine.dtype" in run.text(), run.text()
+    assert not any("loss/total" in record for record in records(run_dir)), "no step was trained"
+    assert not processes_of(run_dir)

@@ -223,7 +223,7 @@ def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
     ["1e-5", "2E+3", "null", "yes", "1", "1.5", "~", ".inf", "a: b", "# c", "- x", "${x}", "line\nbreak", "\t", "0x1F"]
 )
-FLOATS = st.floats(allow_nan=False)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | FLOATS | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
