@@ -35,7 +35,7 @@ class PlainArena:
 
     @property
     def address(self) -> ArenaAddress:
-        raise NotImplementedError
+        raise AssertionError("plain memory has no address on a wire")
 
     def close(self) -> None: ...
 
