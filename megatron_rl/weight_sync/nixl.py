@@ -3,6 +3,7 @@
 NIXL hands connection data over as pickled bytes: connect only peers that you trust.
 """
 
+import atexit
 import base64
 import os
 import threading
@@ -32,6 +33,8 @@ class NixlArena:
         self._closing = threading.Event()
         self._progress = threading.Thread(target=self._make_progress, name="weight-arena", daemon=True)
         self._progress.start()
+        # A thread still inside NIXL when the interpreter ends is torn down through C++ frames, which aborts the process.
+        atexit.register(self._stop_progress)
 
     @property
     def address(self) -> ArenaAddress:
@@ -48,10 +51,14 @@ class NixlArena:
         while not self._closing.wait(_PROGRESS_S):
             self._agent.get_new_notifs()
 
-    def close(self) -> None:
-        """Ends the registration."""
+    def _stop_progress(self) -> None:
         self._closing.set()
         self._progress.join()
+
+    def close(self) -> None:
+        """Ends the registration."""
+        self._stop_progress()
+        atexit.unregister(self._stop_progress)
         self._agent.deregister_memory(self._registration)
 
 

@@ -99,3 +99,14 @@ def test_peer_that_is_gone_or_stands_still_is_named_in_time(
     with pytest.raises(TransportError, match=rf"writing weights to {address.peer} {message}"):
         writer.write(pieces, buffer_index=1, timeout_s=timeout_s)
     assert time.monotonic() - started < timeout_s + 5
+
+
+def test_a_process_ends_in_peace_while_its_arena_makes_progress() -> None:
+    script = (
+        "import megatron_rl.weight_sync.nixl as nixl\n"
+        "nixl._PROGRESS_S = 0.0  # always inside NIXL\n"
+        "arena = nixl.NixlArena(1024, ucx_tls='tcp,sm,self')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
