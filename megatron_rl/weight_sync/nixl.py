@@ -33,7 +33,7 @@ class NixlArena:
         self._closing = threading.Event()
         self._progress = threading.Thread(target=self._make_progress, name="weight-arena", daemon=True)
         self._progress.start()
-        # A thread still inside NIXL when the interpreter ends is torn down through C++ frames, which aborts the process.
+        # A thread inside NIXL when the interpreter ends is torn down through C++ frames, which aborts the process.
         atexit.register(self._stop_progress)
 
     @property
