@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Convert Hugging Face weights to a Megatron checkpoint, or a checkpoint back to a Hugging Face folder.
 
-One process holds the whole model; under torchrun the ranks share it:
+One layer is in memory at a time; ranks of torchrun share the layers. Every parallel layout reads the result.
     python tools/convert_checkpoint.py SOURCE TARGET
-    torchrun --nproc-per-node 8 tools/convert_checkpoint.py SOURCE TARGET --expert 8
+    torchrun --nproc-per-node 8 tools/convert_checkpoint.py SOURCE TARGET
 """
 
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch.distributed as dist
 import typer
 
 from megatron_rl.checkpoint.config import Direction
-from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import PlatformKind, start_platform
 
 
@@ -22,26 +21,17 @@ def main(
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     direction: Annotated[Direction | None, typer.Option(help="Default: what source can be converted to.")] = None,
     hf_source: Annotated[Path | None, typer.Option(help="Folder whose tokenizer goes with the weights.")] = None,
-    tensor: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    expert: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
-    platform: Annotated[PlatformKind, typer.Option(help="Where the weights are held meanwhile.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: that of config.json.")] = None,
+    platform: Annotated[
+        PlatformKind, typer.Option(help="That of the run which writes or reads the checkpoint.")
+    ] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: that of the source.")] = None,
 ) -> None:
     """Convert weights tensor by tensor; the target appears whole or not at all."""
     start_platform(platform)
     # Importing Megatron is faster, and quieter, after the platform was chosen.
     from megatron_rl.checkpoint.convert import convert
 
-    parallel = ParallelConfig(tensor=tensor, expert=expert)
-    convert(
-        source,
-        target,
-        direction=direction,
-        hf_source=hf_source,
-        parallel=parallel,
-        platform_kind=platform,
-        dtype=dtype,
-    )
+    convert(source, target, direction=direction, hf_source=hf_source, platform_kind=platform, dtype=dtype)
     if dist.get_rank() == 0:
         print(target)
     dist.destroy_process_group()

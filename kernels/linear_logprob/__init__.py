@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from megatron_rl_kernels.linear_logprob.reference import LogprobOut, reference_linear_logprob
+from megatron_rl_kernels.linear_logprob.reference import LogprobOut, default_chunk, reference_linear_logprob
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["LogprobOut", "linear_logprob"]
+__all__ = ["LogprobOut", "default_chunk", "linear_logprob"]
 
 
 def linear_logprob(

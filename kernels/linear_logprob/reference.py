@@ -9,6 +9,8 @@ Low-precision inputs are taken to float32 in front of the matmul, where their pr
 inputs' precision is the gradients, once.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,12 @@ class LogprobOut(NamedTuple):
     """[T]: of the whole distribution."""
 
 
+def default_chunk(num_rows_V: int, device_type: str) -> int:
+    """Tokens whose logits are formed at a time against so many rows of the head."""
+    budget = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"])
+    return max(_LEAST_CHUNK, budget // num_rows_V)
+
+
 def reference_linear_logprob(
     hidden_TH: Tensor,
     head_VH: Tensor,
@@ -45,8 +53,7 @@ def reference_linear_logprob(
     """See megatron_rl_kernels.linear_logprob."""
     _check_arguments(hidden_TH, head_VH, token_ids, vocab_start, temperature, chunk)
     if chunk is None:
-        budget = _CHUNK_ELEMENTS.get(hidden_TH.device.type, _CHUNK_ELEMENTS["cuda"])
-        chunk = max(_LEAST_CHUNK, budget // len(head_VH))
+        chunk = default_chunk(len(head_VH), hidden_TH.device.type)
     logp, entropy = _LinearLogprob.apply(hidden_TH, head_VH, token_ids, vocab_start, group, 1.0 / temperature, chunk)
     return LogprobOut(logp, entropy)
 
@@ -87,7 +94,8 @@ class _LinearLogprob(torch.autograd.Function):
         for rows in reversed(_chunks(len(hidden_TH), ctx.chunk)):
             hidden32 = hidden_TH[rows].float()
             if logits is None:
-                logits = _logits(hidden32, head32_VH, ctx.inverse_temperature)
+                with _products_in(hidden_TH.dtype, head_VH.dtype):
+                    logits = _logits(hidden32, head32_VH, ctx.inverse_temperature)
             row_entropy = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
             slope = _logit_gradient(logits, local_ids[rows], log_share[rows], grad_logp[rows], row_entropy, scratch)
             if grad_hidden is not None:
@@ -132,7 +140,8 @@ def _shard_stats(
     logits = head32_VH.new_empty(0, shard_size)
     scratch = head32_VH.new_empty(min(chunk, num_tokens), shard_size)
     for rows in _chunks(num_tokens, chunk):
-        logits = _logits(hidden_TH[rows].float(), head32_VH, inverse_temperature)
+        with _products_in(hidden_TH.dtype, head_VH.dtype):
+            logits = _logits(hidden_TH[rows].float(), head32_VH, inverse_temperature)
         taken[rows] = logits.gather(1, columns[rows]).squeeze(1)
         torch.amax(logits, dim=1, out=peak[rows])
         logits.sub_(peak[rows, None])
@@ -192,6 +201,22 @@ def _logit_gradient(
     here = (local_ids >= 0) & (local_ids < shard_size)
     columns = local_ids.clamp(0, shard_size - 1)[:, None]
     return slope.scatter_add_(1, columns, torch.where(here, grad_logp, 0.0)[:, None])
+
+
+@contextlib.contextmanager
+def _products_in(*dtypes: torch.dtype) -> Iterator[None]:
+    """On CPUs, float32 products of values that all came from bfloat16 by its matrix units: as exact, and faster.
+
+    They take float32 to bfloat16, which changes none of these values, and add up in float32. For GPUs it says nothing.
+    """
+    onednn: Any = torch.backends.mkldnn
+    matmul, before = onednn.matmul, onednn.matmul.fp32_precision
+    if all(dtype == torch.bfloat16 for dtype in dtypes):
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _logits(hidden_cH: Tensor, head_VH: Tensor, inverse_temperature: float) -> Tensor:

@@ -17,3 +17,7 @@ class CheckpointConfig(ConfigModel):
     """Steps between two saves; the last step is always saved."""
     keep_last: int = Field(ge=1, default=2)
     """Newest checkpoints kept; older ones are removed after a save has succeeded."""
+    keep_every_steps: int | None = Field(ge=1, default=None)
+    """Checkpoints of these steps and their multiples are kept for ever; null: only the newest ones are kept."""
+    asynchronous: bool = False
+    """Write while training goes on; costs a copy of weights and optimizer state in host memory."""

@@ -1,8 +1,10 @@
 """Hugging Face folder <-> model <-> Megatron checkpoint folder, streaming tensor by tensor."""
 
+import dataclasses
+import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,24 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_rl.checkpoint.config import Direction
-from megatron_rl.checkpoint.folders import STATE_NAME, new_folder
-from megatron_rl.checkpoint.sharded import load_sharded, save_sharded
+from megatron_rl.checkpoint.folders import META_NAME, STATE_NAME, new_folder, partial_folder
+from megatron_rl.checkpoint.hf_files import HfFiles
+from megatron_rl.checkpoint.safetensors_file import SafetensorsReader
+from megatron_rl.checkpoint.stream import hf_of_checkpoint, pieces_of_hf
+from megatron_rl.checkpoint.torch_dist import write_pieces
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import PlatformKind, init_process_group, start_platform
 from megatron_rl.distributed.groups import ParallelGroups, build_groups
 from megatron_rl.model.build import build_from_config
 from megatron_rl.model.families import family_for
-from megatron_rl.model.folder import INDEX_NAME, SINGLE_NAME, check_model_folder, read_hf_config, weight_files
-from megatron_rl.model.hf_weights import HfTensorSpec, export_hf, hf_layout, import_hf
+from megatron_rl.model.folder import check_model_folder, read_hf_config, weight_files
+from megatron_rl.model.hf_weights import HfTensorSpec, check_available, export_hf, hf_layout, import_hf
 from megatron_rl.model.policy import PolicyModel
-
-MAX_SHARD_BYTES = 4 * 2**30
-"""Largest safetensors file; a single larger tensor gets a file of its own."""
 
 COMPANION_PATTERNS = (
     "generation_config.json",
@@ -54,14 +54,18 @@ def load_hf(model: PolicyModel, folder: Path, groups: ParallelGroups) -> None:
 def save_hf(model: PolicyModel, folder: Path, groups: ParallelGroups, *, source: Path) -> None:
     """Writes a folder that transformers and the engine load: weights, config.json, tokenizer and companions of source.
 
-    Collective; rank 0 writes. The folder appears whole or not at all, in place of an older one; it is there on return.
+    Collective; rank 0 writes, one tensor at a time. The folder appears whole or not at all, in place of an older one;
+    it is there on return.
     """
-    shards = _shard_plan(hf_layout(model, groups))
     if groups.rank == 0:
         with new_folder(Path(folder)) as partial:
-            _write_config(partial, model.hf_config, model.config.params_dtype)
+            files = HfFiles(partial, hf_layout(model, groups))
+            _write_config(partial, model.hf_config, str(model.config.params_dtype).removeprefix("torch."))
             copy_companions(Path(source), partial)
-            _write_weights(partial, export_hf(model, groups), shards)
+            for name, tensor in export_hf(model, groups):
+                assert tensor is not None, f"rank 0 owns {name}"
+                files.write(name, tensor)
+            files.write_index()
     else:
         for _ in export_hf(model, groups):
             pass
@@ -74,39 +78,68 @@ def convert(
     *,
     direction: Direction | None = None,
     hf_source: Path | None = None,
-    parallel: ParallelConfig | None = None,
     platform_kind: PlatformKind = "cpu",
     dtype: str | None = None,
 ) -> Path:
     """HF folder -> Megatron checkpoint folder, or that or a run's checkpoint -> HF folder. Returns target.
 
-    Joins the ranks torchrun started, or runs alone; direction follows from what source holds where None. hf_source: a
-    folder whose tokenizer and companions go into an HF folder, source itself where None. dtype: of the result, that of
-    config.json where None. ConfigError or DataError when source does not fit.
+    Ranks that torchrun started share the work; none holds more than a layer, and a checkpoint is read by any parallel
+    layout whoever wrote it. direction follows from what source holds where None. hf_source: a folder whose tokenizer
+    and companions go into an HF folder, source itself where None. dtype: of the result, that of config.json where
+    None; a checkpoint is converted to HF as it is. ConfigError or DataError when source does not fit, before anything
+    is written.
     """
-    source, target, parallel = Path(source), Path(target), parallel or ParallelConfig()
+    source, target = Path(source), Path(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"a conversion must write into a new folder, got {target}, which exists; choose another")
     direction = direction or ("to_hf" if (source / STATE_NAME).is_dir() else "to_megatron")
     hf_config = check_model_folder(source) if direction == "to_megatron" else _check_megatron_folder(source)
     platform = start_platform(platform_kind)
     init_process_group(platform)
-    groups = build_groups(parallel, platform, seed=0)
-    name = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    model = build_from_config(hf_config, name, parallel, groups, platform)
-    if direction == "to_hf":
-        load_sharded(source / STATE_NAME, model, groups)
-        save_hf(model, target, groups, source=Path(hf_source or source))
-        return target
-    load_hf(model, source, groups)
-    with new_folder(target, collective=True) as partial:
-        if groups.rank == 0:
-            (partial / STATE_NAME).mkdir()
-            _write_config(partial, hf_config, model.config.params_dtype)
-            copy_companions(source, partial)
-        dist.barrier()
-        save_sharded(partial / STATE_NAME, model, groups)
+    groups = build_groups(ParallelConfig(), platform, seed=0)
+    stored = _stored_dtype(source, hf_config)
+    to_hf = direction == "to_hf"
+    with torch.device("meta"):
+        nowhere = dataclasses.replace(platform, device=torch.device("meta"))
+        name = stored if to_hf else dtype or stored
+        model = build_from_config(hf_config, name, ParallelConfig(), groups, nowhere)
+    if to_hf:
+        _write_hf(model, groups, source, target, companions=Path(hf_source or source), dtype=dtype or stored)
+    else:
+        _write_megatron(model, groups, source, target)
     return target
+
+
+def _write_megatron(model: PolicyModel, groups: ParallelGroups, source: Path, target: Path) -> None:
+    with SafetensorsReader(sorted(set(weight_files(source).values()))) as weights:
+        check_available(model, weights.shapes)
+        pieces = pieces_of_hf(model, groups, weights.read, share=groups.rank, num_shares=groups.world_size)
+        with new_folder(target, collective=True) as partial:
+            if groups.rank == 0:
+                (partial / STATE_NAME).mkdir()
+                _write_config(partial, model.hf_config, str(model.config.params_dtype).removeprefix("torch."))
+                copy_companions(source, partial)
+            dist.barrier()
+            write_pieces(partial / STATE_NAME, pieces)
+
+
+def _write_hf(
+    model: PolicyModel, groups: ParallelGroups, source: Path, target: Path, *, companions: Path, dtype: str
+) -> None:
+    layout = [HfTensorSpec(part.name, part.dtype or dtype, part.shape) for part in model.weight_parts]
+    files = HfFiles(partial_folder(target), layout)
+    mine = sorted(set(files.plan.values()))[groups.rank :: groups.world_size]
+    names = [spec.name for spec in layout if files.plan[spec.name] in mine]
+    tensors = hf_of_checkpoint(model, groups, source / STATE_NAME, names)
+    first = list(itertools.islice(tensors, 1))  # nothing is written before the checkpoint has proven whole
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in layout}
+    with new_folder(target, collective=True) as partial:
+        for name, tensor in itertools.chain(first, tensors):
+            files.write(name, tensor.to(dtypes[name]))
+        if groups.rank == 0:
+            files.write_index()
+            _write_config(partial, model.hf_config, dtype)
+            copy_companions(companions, partial)
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -128,40 +161,15 @@ def _check_megatron_folder(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _write_config(folder: Path, hf_config: Mapping[str, Any], dtype: torch.dtype) -> None:
+def _stored_dtype(source: Path, hf_config: Mapping[str, Any]) -> str:
+    """torch's name of the dtype the weights have; a run may train in another than its model's config.json says."""
+    meta = source / META_NAME
+    if meta.is_file():
+        return json.loads(meta.read_text())["model"]["dtype"]
+    return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+
+
+def _write_config(folder: Path, hf_config: Mapping[str, Any], dtype: str) -> None:
     """config.json as it was, but with the dtype of the weights beside it."""
     key = "torch_dtype" if "torch_dtype" in hf_config and "dtype" not in hf_config else "dtype"
-    config = {**hf_config, key: str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _shard_plan(layout: list[HfTensorSpec]) -> dict[str, str]:
-    """Tensor name -> file name, in layout order, each file at most MAX_SHARD_BYTES."""
-    numbers, number, used = {}, 0, 0
-    for spec in layout:
-        size = torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize
-        if used and used + size > MAX_SHARD_BYTES:
-            number, used = number + 1, 0
-        numbers[spec.name] = number
-        used += size
-    if number == 0:
-        return dict.fromkeys(numbers, SINGLE_NAME)
-    return {name: f"model-{n + 1:05}-of-{number + 1:05}.safetensors" for name, n in numbers.items()}
-
-
-def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor | None]], plan: Mapping[str, str]) -> None:
-    """Writes each file when its last tensor has come, so that one file's tensors are held at a time."""
-    held: dict[str, Tensor] = {}
-    current, num_bytes = "", 0
-    for name, tensor in tensors:
-        assert tensor is not None, f"rank 0 owns {name}"
-        if held and plan[name] != current:
-            save_file(held, folder / current, metadata={"format": "pt"})
-            held = {}
-        current = plan[name]
-        held[name] = tensor.cpu()
-        num_bytes += tensor.nbytes
-    save_file(held, folder / current, metadata={"format": "pt"})
-    if current != SINGLE_NAME:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(plan)}
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps({**hf_config, key: dtype}, indent=2, sort_keys=True) + "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.config import CheckpointConfig
 from megatron_rl.config import ConfigError, DataError
 
 META_NAME = "meta.json"
@@ -18,6 +19,7 @@ STATE_NAME = "state"
 EXTRA_NAME = "extra"
 """Subfolder with one file per part of the run that keeps state of its own."""
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_PARTIAL, _OLD = ".partial", ".old"
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -78,22 +80,55 @@ def new_folder(target: Path, *, collective: bool = False) -> Iterator[Path]:
     collective: every rank enters; rank 0 makes and renames the folder and the others wait for it. What a killed writer
     has left behind is removed by the next one.
     """
-    partial, old = (target.with_name(target.name + suffix) for suffix in (".partial", ".old"))
+    partial = partial_folder(target)
     writes = not collective or dist.get_rank() == 0
     if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        begin_folder(target)
     _wait(collective)
     yield partial
     _wait(collective)
     if writes:
-        _sync_files(partial)
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        complete_folder(target)
     _wait(collective)
+
+
+def partial_folder(target: Path) -> Path:
+    """Where target is written until it is whole."""
+    return target.with_name(target.name + _PARTIAL)
+
+
+def begin_folder(target: Path) -> None:
+    """Makes an empty folder to write target into."""
+    partial = partial_folder(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def complete_folder(target: Path) -> None:
+    """Gives what was written target's name, once it is on the disk."""
+    partial, old = partial_folder(target), target.with_name(target.name + _OLD)
+    _sync_files(partial)
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed writers have left below a folder of checkpoints."""
+    for path in folder.glob("step_*"):
+        if path.name.endswith((_PARTIAL, _OLD)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(folder: Path, config: CheckpointConfig) -> None:
+    """Removes checkpoints that are neither among the newest nor of a step that is kept for ever."""
+    for path in checkpoints(folder)[: -config.keep_last]:
+        if config.keep_every_steps is None or checkpoint_step(path) % config.keep_every_steps:
+            # Under another name first: half a checkpoint must not look like one.
+            shutil.rmtree(path.rename(path.with_name(path.name + _OLD)))
 
 
 def _wait(collective: bool) -> None:
@@ -103,7 +138,13 @@ def _wait(collective: bool) -> None:
 
 def _sync_files(folder: Path) -> None:
     """A rename must not reach the disk before what it names."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
+    for path in [folder, *folder.rglob("*")]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,5 +1,6 @@
 """Every random generator of a trainer rank, as one file."""
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
-def save_random_state(file: Path) -> None:
-    """Python, numpy, torch, this rank's GPU and Megatron's tracked states."""
+def random_state() -> bytes:
+    """Python, numpy, torch, this rank's GPU and Megatron's tracked states, as torch.save writes them."""
     kind, keys, *position = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
@@ -19,11 +20,13 @@ def save_random_state(file: Path) -> None:
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "megatron": _tracker().get_states(),
     }
-    torch.save(state, file)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 def load_random_state(file: Path) -> None:
-    """Restores what save_random_state wrote. Reads tensors and plain values only, never code."""
+    """Restores what random_state gave. Reads tensors and plain values only, never code."""
     state: dict[str, Any] = torch.load(file, weights_only=True)
     kind, keys, *position = state["numpy"]
     random.setstate(state["python"])

@@ -1,5 +1,6 @@
 """Single-machine runs: which processes, in which order, and what a person sees meanwhile."""
 
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from megatron_rl.checkpoint.folders import META_NAME, checkpoint_step, latest_ch
 from megatron_rl.cli.output_folder import check_folder
 from megatron_rl.cli.preflight import changed_keys, check_rl, check_sft
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
-from megatron_rl.cli.supervisor import Part, PartHandle, RunLock, Supervisor
+from megatron_rl.cli.supervisor import SAVE_S, Part, PartHandle, RunLock, Supervisor
 from megatron_rl.config import ConfigError, ConfigModel
 from megatron_rl.config.load import dump_config
 from megatron_rl.engine.server import engine_command, free_port, require_free_port, wait_until_ready
@@ -111,12 +112,20 @@ def engine_parts(run: RlRun, folder: Path) -> list[Part]:
             port=int(url.rsplit(":", 1)[1]),
             seed=run.run.seed + index,
         )
+        if run.run.platform == "cuda":
+            env["CUDA_VISIBLE_DEVICES"] = _gpu(run.run.processes + index)
 
         def ready(handle: PartHandle, url: str = url, log_path: Path = log_path) -> None:
             wait_until_ready(url, handle, log_path, run.engine.start_timeout_s)
 
         parts.append(Part(name=f"engine-{index}", argv=argv, env=env, log_path=log_path, ready=ready, wave=0))
     return parts
+
+
+def _gpu(index: int) -> str:
+    """Name of the index-th GPU that this process may use; the trainer's ranks have the first ones."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
 
 
 def _addresses(run: RlRun) -> list[str]:
@@ -139,9 +148,14 @@ def _trainer_part(run: RunConfig, folder: Path, module: str, overrides: Sequence
     return Part(
         name="trainer",
         argv=[*torchrun, "-m", module, str(folder / CONFIG_FILE), *overrides],
-        env={"OMP_NUM_THREADS": str(run.threads), "OMP_WAIT_POLICY": "passive"},
+        env={
+            "OMP_NUM_THREADS": str(run.threads),
+            "OMP_WAIT_POLICY": "passive",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(SAVE_S)),
+        },
         log_path=folder / "logs" / "trainer.log",
         finishes=True,
+        saves=True,
     )
 
 

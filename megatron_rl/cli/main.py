@@ -1,7 +1,7 @@
 """The megatron-rl command: one function per verb. Heavy imports happen inside the verb that needs them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,29 +14,87 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Argument(help="YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.steps=10.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and count everything for its cluster; start nothing.")]
+GpuMemory = Annotated[
+    float | None, typer.Option(min=1, help="GiB of one GPU: a dry run fails if a rank would not fit.")
+]
+GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs of one node, for a dry run.")]
 _MAX_SEED = 2**32 - 1
+_NODE_GPUS = 8
 
 
 @app.command()
-def sft(config: Config, overrides: Overrides = None) -> None:
+def sft(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    gpu_memory: GpuMemory = None,
+    gpus_per_node: GpusPerNode = _NODE_GPUS,
+) -> None:
     """Fine-tune on conversations; resumes if the run folder has a checkpoint."""
-    from megatron_rl.cli.launch import run_sft
     from megatron_rl.cli.runs import SftRun
     from megatron_rl.config.load import load_config
 
-    folder = run_sft(load_config(config, SftRun, overrides or []))
+    run = load_config(config, SftRun, overrides or [])
+    _check_dry_run_options(dry_run, gpu_memory, gpus_per_node)
+    if dry_run:
+        from megatron_rl.cli.dry_run import Cluster, dry_run_sft
+
+        typer.echo(dry_run_sft(run, Cluster(gpus_per_node, gpu_memory)))
+        return
+    from megatron_rl.cli.launch import run_sft
+
+    folder = run_sft(run)
     typer.echo(f"done: weights in {folder / 'hf'}, page {folder / 'report.html'}")
 
 
 @app.command()
-def rl(config: Config, overrides: Overrides = None) -> None:
+def rl(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    gpu_memory: GpuMemory = None,
+    gpus_per_node: GpusPerNode = _NODE_GPUS,
+) -> None:
     """Train by RL against engines that this command starts; resumes if the run folder has a checkpoint."""
-    from megatron_rl.cli.launch import run_rl
     from megatron_rl.cli.runs import RlRun
     from megatron_rl.config.load import load_config
 
-    folder = run_rl(load_config(config, RlRun, overrides or []))
+    run = load_config(config, RlRun, overrides or [])
+    _check_dry_run_options(dry_run, gpu_memory, gpus_per_node)
+    if dry_run:
+        from megatron_rl.cli.dry_run import Cluster, dry_run_rl
+
+        typer.echo(dry_run_rl(run, Cluster(gpus_per_node, gpu_memory)))
+        return
+    from megatron_rl.cli.launch import run_rl
+
+    folder = run_rl(run)
     typer.echo(f"done: weights in {folder / 'hf'}, page {folder / 'report.html'}")
+
+
+@app.command()
+def engine(
+    config: Config,
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(min=0, help="Which of engine.urls, counted from 0.")] = 0,
+) -> None:
+    """Serve one engine of an RL run that is spread over machines, until it is ended."""
+    from megatron_rl.cli.runs import RlRun
+    from megatron_rl.cli.serve_engine import serve_engine
+    from megatron_rl.config.load import load_config
+
+    serve_engine(load_config(config, RlRun, overrides or []), index)
+
+
+@app.command()
+def orchestrator(config: Config, overrides: Overrides = None) -> None:
+    """Serve prompts and batches of an RL run that is spread over machines, until its trainer has finished."""
+    from megatron_rl.cli.orchestrate import serve
+    from megatron_rl.cli.runs import RlRun
+    from megatron_rl.config.load import load_config
+
+    serve(load_config(config, RlRun, overrides or []))
 
 
 @app.command(name="eval")
@@ -100,13 +158,14 @@ def convert(
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="Folder to write model and data into.")],
     seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="Seeds weights and data.")] = 0,
+    family: Annotated[Literal["qwen3_moe", "glm4_moe"], typer.Option(help="Architecture.")] = "qwen3_moe",
 ) -> None:
-    """Write a tiny random Qwen3-MoE with its tokenizer, and SFT data of the baker task."""
+    """Write a tiny random MoE with its tokenizer, and SFT data of the baker task."""
     from megatron_rl.cli.output_folder import check_folder
     from megatron_rl.cli.tiny import make_tiny
 
     check_folder(folder, "FOLDER")
-    typer.echo(make_tiny(folder, seed=seed).model)
+    typer.echo(make_tiny(folder, seed=seed, family=family).model)
 
 
 @app.command()
@@ -122,6 +181,14 @@ def quickstart(
 
     check_folder(folder, "--folder")
     run_quickstart(folder, seed=seed)
+
+
+def _check_dry_run_options(dry_run: bool, gpu_memory: float | None, gpus_per_node: int) -> None:
+    from megatron_rl.config import ConfigError
+
+    for option, given in (("--gpu-memory", gpu_memory is not None), ("--gpus-per-node", gpus_per_node != _NODE_GPUS)):
+        if given and not dry_run:
+            raise ConfigError(f"{option} has no effect without --dry-run; add that or remove this")
 
 
 def main() -> None:

@@ -20,10 +20,8 @@ def check_sft_options(run: SftRun) -> None:
 def check_rl_options(run: RlRun) -> None:
     """ConfigError for the first option without effect."""
     if run.engine.urls:
-        started_here = ["count", "port", "host", "allow_remote", "dtype", "max_model_len", "max_num_seqs"]
-        started_here += ["kv_cache_gib", "gpu_memory_share", "prefix_caching", "cpu_threads", "start_timeout_s"]
-        started_here += ["vllm_args"]
-        _refuse(run.engine, "engine", started_here, "with engine.urls, which names engines that run already")
+        started_here = ["count", "port", "start_timeout_s"]
+        _refuse(run.engine, "engine", started_here, "with engine.urls, which names engines that are started apart")
     if run.run.platform == "cuda":
         _refuse(run.run, "run", ["threads"], "with run.platform cuda")
         _refuse(run.engine, "engine", ["kv_cache_gib", "cpu_threads"], "with run.platform cuda")

@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 from megatron_rl.checkpoint.folders import latest_checkpoint, read_extra, reading
+from megatron_rl.cli.addresses import listening_address
 from megatron_rl.cli.runs import RlRun
 from megatron_rl.cli.user_errors import run_with_user_errors
 from megatron_rl.config import ConfigError
@@ -41,20 +42,24 @@ async def orchestrate(run: RlRun) -> None:
             rollout=run.rollout,
             pad_multiple=run.parallel.tensor,
         )
-        await orchestrator.serve(run.orchestrator.address)
+        await orchestrator.serve(listening_address(run.orchestrator.address))
     finally:
         await pool.close()
 
 
-def main(arguments: list[str]) -> None:
-    """Loads the config and serves."""
-    run = load_config(arguments[0], RlRun, arguments[1:])
+def serve(run: RlRun) -> None:
+    """Runs until the trainer says that the run is finished. ConfigError without addresses."""
     if not run.orchestrator.address or not run.engine.urls:
         raise ConfigError(
             "an orchestrator started by hand needs orchestrator.address and engine.urls; "
             "on one machine start everything with: megatron-rl rl CONFIG"
         )
     asyncio.run(orchestrate(run))
+
+
+def main(arguments: list[str]) -> None:
+    """Loads the config and serves."""
+    serve(load_config(arguments[0], RlRun, arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class Part:
     """Blocks until the part serves, in a thread of its own; raises if it never will. Must return once it has died."""
     finishes: bool = False
     """Expected to end by itself with status 0. The run is over when all such parts have."""
+    saves: bool = False
+    """Saves its state when asked to end. The other parts, which it may need for that, are stopped after it."""
     wave: int = 0
     """Parts of one wave start together, and only when every part of the lower waves is ready."""
 
@@ -72,8 +74,12 @@ class PartHandle:
         return last_lines(self.log_path, start=self._log_start)
 
     def terminate(self) -> None:
-        """Asks the part to end."""
+        """Asks the part to end, after it has saved if it does that."""
         self._process.terminate()
+
+    def end(self) -> None:
+        """Asks the part to end now. SIGHUP, which ends a part that takes SIGTERM as the wish to save first."""
+        self._process.send_signal(signal.SIGHUP if self.part.saves else signal.SIGTERM)
 
     def abandon(self) -> None:
         """Has the keeper kill the part and everything below it."""

@@ -25,6 +25,9 @@ from megatron_rl.config import ConfigError
 _KEEPER_END_S = 6.0
 _DYING_S = 1.0
 _FULL_DISK_BYTES = 2**20
+SAVE_S = 300.0
+"""How long a part may save after a SIGTERM; torchrun needs it too (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."""
+_SAVE_AFTER_CTRL_C_S = 15.0
 _RESUME = "start the same command again to resume from the last checkpoint"
 
 
@@ -150,13 +153,26 @@ class Supervisor:
         with suppress(OSError):
             self._on_status(text)
 
+    def _let_save(self) -> None:
+        """After a signal: parts that save end first. A person at the keyboard waits less; a second signal ends it."""
+        saving = [handle for handle in self._handles if handle.alive and handle.part.saves]
+        if not self._signals or not saving:
+            return
+        self._tell(f"{', '.join(handle.name for handle in saving)} saves and ends")
+        signals_before = len(self._signals)
+        for handle in saving:
+            handle.terminate()
+        patience_s = _SAVE_AFTER_CTRL_C_S if self._signals[0] == signal.SIGINT else SAVE_S
+        _wait(lambda: _all_ended(saving) or len(self._signals) > signals_before, patience_s)
+
     def _stop(self) -> None:
+        self._let_save()
         running = [handle for handle in self._handles if handle.alive]
         if running:
             self._tell(f"stopping {', '.join(handle.name for handle in running)}")
         signals_before = len(self._signals)
         for handle in running:
-            handle.terminate()
+            handle.end()
         _wait(lambda: _all_ended(running) or len(self._signals) > signals_before, self._grace_s)
         for handle in self._handles:
             handle.abandon()

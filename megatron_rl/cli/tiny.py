@@ -1,7 +1,8 @@
-"""A model to learn the ropes with: tiny random Qwen3-MoE, its tokenizer and chat template, and SFT rows of `baker`.
+"""A model to learn the ropes with: tiny random MoE, its tokenizer and chat template, and SFT rows of `baker`.
 
-1.84 M parameters: four MoE layers, hidden 128, eight experts of which a token takes two. It learns the baker task's
-easy level in minutes on one CPU core.
+The Qwen3-MoE has 1.84 M parameters: four MoE layers, hidden 128, eight experts of which a token takes two. It learns
+the baker task's easy level in minutes on one CPU core. The GLM-4-MoE has the same sizes, but a dense first layer, a
+shared expert, two groups of experts with a routing bias, biases on q, k and v, and RoPE on half of each head.
 """
 
 import json
@@ -9,11 +10,12 @@ import random
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.rollout.environments.baker import Baker, BakerOptions
 from megatron_rl.rollout.environments.baker_trace import TraceNoise, baker_trace
 
+TinyFamily = Literal["qwen3_moe", "glm4_moe"]
 VOCAB_SIZE = 512
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -24,6 +26,23 @@ _TOKENIZER_ROWS = 3000
 _ERROR_ROWS = 300
 """Rows with tool errors for the tokenizer alone: the easy level's words do not fill the vocabulary."""
 _ALL_REPAIRED = TraceNoise(string_value=1.0, repaired=1.0)
+
+
+_OF_FAMILY: dict[TinyFamily, dict[str, Any]] = {
+    "qwen3_moe": dict(num_experts=8, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=True),
+    "glm4_moe": dict(
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+        use_qk_norm=True,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,7 @@ def make_tiny(
     num_heldout: int = 256,
     options: BakerOptions | None = None,
     noise: TraceNoise | None = None,
+    family: TinyFamily = "qwen3_moe",
 ) -> TinyPaths:
     """Writes model, train.jsonl and heldout.jsonl into folder, over what is there. Same seed, same bytes."""
     environment = Baker(options or BakerOptions(seed=seed + 1, distractors=DISTRACTORS))
@@ -56,7 +76,7 @@ def make_tiny(
     _write_jsonl(paths.heldout, _rows(environment, "new_texts", num_heldout, seed, noise or TraceNoise()))
     errors = _rows(Baker(BakerOptions(level="full", seed=seed + 1)), "train", _ERROR_ROWS, seed, _ALL_REPAIRED)
     _save_tokenizer(rows[:_TOKENIZER_ROWS] + errors, paths.model)
-    _save_model(paths.model, seed)
+    _save_model(paths.model, seed, family)
     return paths
 
 
@@ -105,10 +125,10 @@ def _save_tokenizer(rows: list[dict[str, Any]], folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _save_model(folder: Path, seed: int) -> None:
+def _save_model(folder: Path, seed: int, family: TinyFamily) -> None:
     """Weights as transformers initialises them, float32."""
     import torch
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging as transformers_logging
 
     pad_id, end_of_turn_id = _SPECIAL_TOKENS.index("<|endoftext|>"), _SPECIAL_TOKENS.index("<|im_end|>")
@@ -121,12 +141,8 @@ def _save_model(folder: Path, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        tie_word_embeddings=True,
         max_position_embeddings=512,
         pad_token_id=pad_id,
         eos_token_id=end_of_turn_id,
@@ -135,6 +151,9 @@ def _save_model(folder: Path, seed: int) -> None:
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings, **_OF_FAMILY[family]))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(std=0.05)
     model.generation_config = GenerationConfig(eos_token_id=end_of_turn_id, pad_token_id=pad_id)
     model.save_pretrained(folder)

@@ -1,18 +1,29 @@
 """How errors reach people: what they can mend in one line, what we must mend with a traceback."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
-from megatron_rl.config import ConfigError, DataError, RunError
+from megatron_rl.config import ConfigError, DataError, RunError, RunStop
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of a process that a SIGTERM has ended, though it saved first."""
 
 
 def run_with_user_errors(action: Callable[[], None]) -> int:
-    """Exit status of action: 0, or 2 after one line on an error that a person can mend; ranks above 0 name theirs."""
+    """Exit status of action: 0, or 2 after one line on an error that a person can mend; ranks above 0 name theirs.
+
+    A run that a signal has stopped says so once, on rank 0, and ends with 143.
+    """
+    rank = os.environ.get("RANK", "0")
     try:
         action()
     except (ConfigError, DataError, RunError) as error:
-        rank = os.environ.get("RANK", "0")
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
         return 2
+    except RunStop as stop:
+        if rank == "0":
+            print(stop, file=sys.stderr, flush=True)
+        return STOPPED
     return 0

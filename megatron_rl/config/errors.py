@@ -11,3 +11,7 @@ class DataError(Exception):
 
 class RunError(Exception):
     """A run that was set up right cannot go on: what it needs stopped being true."""
+
+
+class RunStop(Exception):
+    """A signal ended the run between two steps, after its state was saved."""

@@ -25,6 +25,11 @@ _ANSWER, _REPLY = "probeanswer", "probereply"
 _OPENING: list[Message] = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _ANSWER}]
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds any file of a tokenizer."""
+    return any(file for pattern in _TOKENIZER_FILES for file in Path(folder).glob(pattern))
+
+
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of a Hugging Face folder; ConfigError if there is none or it has no chat template."""
     from transformers import AutoTokenizer  # imports torch: seconds that a command line with a typo need not wait
@@ -32,7 +37,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     if not Path(path).is_dir():
         raise ConfigError(f"model.path must be a Hugging Face folder, got {path}, which is not a folder")
     # Without any of its files transformers makes an empty tokenizer up.
-    if not any(file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)):
+    if not has_tokenizer(path):
         raise ConfigError(
             f"{path} must hold a tokenizer that transformers can load, got none of its files; copy tokenizer.json and "
             "tokenizer_config.json of the model there"

@@ -102,19 +102,34 @@ def gradient_clipping() -> None:
 
 
 def bf16_master_weights() -> None:
-    """The bfloat16 optimizer knows parameters by type names such as torch.cuda.BFloat16Tensor, while it is built."""
-    optimizer_class = _megatron("optimizer.optimizer").Float16OptimizerWithFloat16Params
-    build = optimizer_class.__init__
+    """The bfloat16 optimizers know parameters by type names such as torch.cuda.BFloat16Tensor, while they are built."""
 
-    def build_with_cuda_names(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain_type = torch.Tensor.type
-        torch.Tensor.type = lambda tensor: plain_type(tensor).replace("torch.", "torch.cuda.")  # type: ignore
-        try:
-            build(self, *args, **kwargs)
-        finally:
-            torch.Tensor.type = plain_type  # type: ignore[method-assign]
+    def with_cuda_names(build: Callable[..., None]) -> Callable[..., None]:
+        def build_with_cuda_names(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain_type = torch.Tensor.type
+            torch.Tensor.type = lambda tensor: plain_type(tensor).replace("torch.", "torch.cuda.")  # type: ignore
+            try:
+                build(self, *args, **kwargs)
+            finally:
+                torch.Tensor.type = plain_type  # type: ignore[method-assign]
 
-    optimizer_class.__init__ = build_with_cuda_names
+        return build_with_cuda_names
+
+    plain = _megatron("optimizer.optimizer").Float16OptimizerWithFloat16Params
+    distributed = _megatron("optimizer.distrib_optimizer").DistributedOptimizer
+    for optimizer_class in (plain, distributed):
+        optimizer_class.__init__ = with_cuda_names(optimizer_class.__init__)
+
+
+def pipeline_buffers() -> None:
+    """Pipeline stages receive into tensors on the current CUDA device, and wait for it after telling the shapes."""
+    _current_device_is_cpu("pipeline_parallel.p2p_communication")
+    _torch_of("pipeline_parallel.p2p_communication").cuda.synchronize = lambda: None
+
+
+def schedule_counter() -> None:
+    """Every schedule counts tokens in a tensor with the literal device "cuda"."""
+    _torch_of("pipeline_parallel.schedules").zeros = _cuda_means_cpu(torch.zeros)
 
 
 PATCHES: dict[str, Callable[[], None]] = {
@@ -128,6 +143,8 @@ PATCHES: dict[str, Callable[[], None]] = {
         gradient_norm,
         gradient_clipping,
         bf16_master_weights,
+        pipeline_buffers,
+        schedule_counter,
     )
 }
 
@@ -144,7 +161,7 @@ def import_megatron() -> None:
     compile_function = torch.compile
     torch.compile = leave_eager  # type: ignore[assignment]
     try:
-        for name in ("models.gpt.gpt_layer_specs", "optimizer"):
+        for name in ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules"):
             _megatron(name)
     finally:
         torch.compile = compile_function

@@ -13,7 +13,8 @@ class EngineConfig(ConfigModel):
     count: int = Field(ge=1, default=1)
     """Engines to start on this machine."""
     urls: list[str] = []
-    """Addresses of engines that run already, such as http://10.0.0.7:8000; empty: start count of them here."""
+    """Addresses of engines on any machines, such as http://10.0.0.7:8000, each started by `megatron-rl engine CONFIG
+    --index N`, which reads the other options here; empty: start count of them here."""
     host: str = "127.0.0.1"
     """Address to listen on. The server can load weights and run code: anything but loopback needs allow_remote."""
     port: int = Field(ge=0, le=65535, default=0)

@@ -8,6 +8,7 @@ import argparse
 import ipaddress
 import json
 import os
+import random
 import socket
 import sys
 import time
@@ -110,10 +111,16 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port that was free a moment ago, below those that the kernel hands out.
+
+    An engine binds it only after seconds of imports; until then any connection of another process could be given a port
+    of the kernel's own range (32768 and up on Linux).
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), k=100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise EngineError(f"{host} must have a free port from 20000 to 31999, got 100 taken ones; end other servers")
 
 
 def wait_until_ready(url: str, process: Process, log_path: Path, timeout_s: float) -> None:
@@ -148,7 +155,7 @@ def check_engine(config: EngineConfig, model: Path) -> None:
     """ConfigError if an engine could not start or would be unsafe."""
     if not (model / "config.json").is_file():
         raise ConfigError(f"an engine's model must be a folder with a config.json, got {model}; correct model.path")
-    if not config.allow_remote and not _is_loopback(config.host):
+    if not config.allow_remote and not is_loopback(config.host):
         raise ConfigError(
             f"engine.host must be a loopback address, got {config.host}: whoever reaches this port can run code on "
             "this machine; inside a network that you trust set engine.allow_remote=true"
@@ -160,7 +167,8 @@ def check_engine(config: EngineConfig, model: Path) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
     if host == "localhost":
         return True
     with suppress(ValueError):

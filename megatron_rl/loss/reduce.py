@@ -11,6 +11,10 @@ LARGEST_LOGP = 1e-3
 """A log-prob above this is no rounding error of one that is at most 0."""
 
 
+class BrokenValuesError(ValueError):
+    """A stream holds values inside the loss's mask that no computation may have produced."""
+
+
 @overload
 def trained_mask(loss_mask: Tensor, engine_logp: Tensor) -> Tensor: ...
 @overload
@@ -72,11 +76,10 @@ def broken_logps(logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def raise_broken(name: str, stream: Tensor, broken: Tensor) -> NoReturn:
-    """ValueError that shows the first broken entry of a stream."""
+    """BrokenValuesError that shows the first broken entry of a stream."""
     position = int(broken.nonzero()[0])
     rule, cure = ("finite", "look at the rewards")
     if name.endswith("_logp"):
         rule, cure = ("finite and at most 0", "look for NaN weights, or logits or probabilities in place of log-probs")
-    raise ValueError(
-        f"{name} of trained tokens must be {rule}, got {float(stream[position])} at position {position}; {cure}"
-    )
+    value = float(stream.detach()[position])
+    raise BrokenValuesError(f"{name} of trained tokens must be {rule}, got {value} at position {position}; {cure}")

@@ -44,6 +44,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors weights or their index, whole or not."""
+    return (folder / INDEX_NAME).is_file() or any(folder.glob("*.safetensors"))
+
+
 def weight_files(folder: Path) -> dict[str, Path]:
     """HF tensor name -> safetensors file; for a single-file model the one key "" stands for every name."""
     index = folder / INDEX_NAME

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import DataError
-from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.distributed.groups import ParallelGroups, Place
 from megatron_rl.model.families.family import WeightPart
 from megatron_rl.model.policy import PolicyModel
+from megatron_rl.model.stages import stage_of
 
-Select = Callable[[torch.nn.Parameter], Tensor]
+Select = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
 
 
@@ -27,8 +28,7 @@ class HfTensorSpec:
 
 def hf_layout(model: PolicyModel, groups: ParallelGroups) -> list[HfTensorSpec]:
     """Every HF tensor of the whole model, sorted by name; identical on every rank of groups."""
-    dtype = str(model.config.params_dtype).removeprefix("torch.")
-    return [HfTensorSpec(part.name, dtype, part.shape) for part in model.weight_parts]
+    return [HfTensorSpec(part.name, _dtype_name(part, model), part.shape) for part in model.weight_parts]
 
 
 def export_hf(
@@ -41,16 +41,29 @@ def export_hf(
     """Walks the HF tensors in layout order; each is whole on its owner, None elsewhere. Collective.
 
     Every rank must take every item. owners: HF name -> global rank, rank 0 where not named. A tensor may share memory
-    with a parameter: copy it before the next optimizer step. select replaces a parameter by a tensor of its shape,
-    such as its gradient.
+    with a parameter: copy it before the next optimizer step. select replaces a parameter or buffer by a tensor of its
+    shape.
     """
-    locate = _Locator(model, groups, select)
+    locate = Locator(model, groups, select)
     for part in model.weight_parts:
         owner = 0 if owners is None else owners.get(part.name, 0)
-        if part.expert is None:
-            yield part.name, _join_shards(part, locate, groups, owner)
-        else:
-            yield part.name, _fetch_expert(part, locate, groups, owner)
+        yield part.name, _join(part, locate, groups, owner)
+
+
+def export_gradients(model: PolicyModel, groups: ParallelGroups) -> Iterator[tuple[str, Tensor | None]]:
+    """export_hf for main_grad of every parameter, after all reductions but before the optimizer shards them."""
+    locate = Locator(model, groups, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
+    for part in model.weight_parts:
+        if part.dtype is None:
+            yield part.name, _join(part, locate, groups, 0)
+
+
+def held_gradients(model: PolicyModel, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, view of this rank's shard of main_grad) of every HF tensor that this rank trains. No communication."""
+    locate = Locator(model, groups, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
+    for part in model.weight_parts:
+        if part.dtype is None:
+            yield from ((part.name, grad) for _, grad in locate.held(part))
 
 
 def import_hf(
@@ -67,107 +80,117 @@ def import_hf(
     hold NaN are refused as well.
     """
     if available is not None:
-        _check_available(model, available)
-    locate = _Locator(model, groups, lambda parameter: parameter)
-    written = dict.fromkeys(locate.parameters, 0)
+        check_available(model, available)
+    locate = Locator(model, groups, lambda parameter: parameter)
+    written = dict.fromkeys(locate.tensors, 0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+        for tensor in locate.tensors.values():
+            tensor.fill_(float("nan"))
         for part in model.weight_parts:
             held = locate.held(part)
-            if held is None:
+            if not held:
                 continue
             tensor = read(part.name)
             if tuple(tensor.shape) != part.shape:
                 raise DataError(_misshapen(part.name, tuple(tensor.shape), part.shape))
-            shard = tensor if part.split == "whole" else _shard(tensor, part, groups)
-            held.copy_(shard.reshape(held.shape))
-            written[locate.name(part)] += held.numel()
-    _check_written(model, written)
+            shard = shard_of(tensor, part, groups)
+            for name, view in held:
+                view.copy_(shard.reshape(view.shape))
+                written[name] += view.numel()
+    _check_written(locate.tensors, written)
 
 
-class _Locator:
-    """Finds the part of this rank's parameters that belongs to an HF tensor."""
+def shard_of(tensor: Tensor, part: WeightPart, groups: ParallelGroups) -> Tensor:
+    """This rank's shard of a whole HF tensor."""
+    if part.split == "whole":
+        return tensor
+    ways, index = _ways(part, groups, groups.place)
+    return tensor.chunk(ways, dim=0 if part.split == "rows" else 1)[index]
+
+
+class Locator:
+    """Finds the part of this rank's parameters and buffers that belongs to an HF tensor."""
 
     def __init__(self, model: PolicyModel, groups: ParallelGroups, select: Select) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.select = select
-        assert model.config.num_moe_experts is not None, "every supported family has experts"
-        self.experts_per_rank = model.config.num_moe_experts // groups.ep_size
-        self.first_expert = groups.ep_rank * self.experts_per_rank
+        self.model, self.groups, self.select = model, groups, select
+        self.tensors = model.global_tensors()
+        num_experts, self.num_layers = model.config.num_moe_experts, model.config.num_layers
+        assert num_experts is not None, "every supported family has experts"
+        self.experts_per_rank = num_experts // groups.ep_size
 
-    def expert_rank(self, part: WeightPart) -> int:
-        """Rank inside the expert-parallel group that holds the part."""
-        assert part.expert is not None, f"{part.name} belongs to no expert"
-        return part.expert // self.experts_per_rank
-
-    def name(self, part: WeightPart, expert: int | None = None) -> str:
-        """Name of the parameter that holds the part, or expert's counterpart of it."""
+    def sources(self, part: WeightPart, owner: int) -> list[int]:
+        """Global ranks whose shards make up the part, in shard order: of the copies of the model, the owner's."""
+        stage = stage_of(part, self.num_layers, self.groups.pp_size)
+        near = self.groups.places[owner]
         if part.expert is None:
-            return next(name for name in part.params if name in self.parameters)
+            shards = range(self.groups.tp_size) if part.split != "whole" else [near.tp]
+            wanted = [(tp, near.cp, near.dp, stage) for tp in shards]
+            found = {(p.tp, p.cp, p.dp, p.pp): rank for rank, p in enumerate(self.groups.places)}
+        else:
+            ep = part.expert // self.experts_per_rank
+            shards = range(self.groups.etp_size) if part.split != "whole" else [near.etp]
+            wanted = [(etp, ep, near.edp, stage) for etp in shards]
+            found = {(p.etp, p.ep, p.edp, p.pp): rank for rank, p in enumerate(self.groups.places)}
+        return [found[place] for place in wanted]
+
+    def held(self, part: WeightPart) -> list[tuple[str, Tensor]]:
+        """(global name of the tensor, view of this rank's shard) for each tensor of this rank that holds it."""
+        if part.expert is not None:
+            local = part.expert - self.groups.ep_rank * self.experts_per_rank
+            return self._expert(part, local) if 0 <= local < self.experts_per_rank else []
+        names = [name for name in part.params if name in self.tensors][:1]
+        if part.copy_on_last in self.tensors:
+            names.append(part.copy_on_last)
+        return [(name, part.part(self.select(self.tensors[name]))) for name in names]
+
+    def _expert(self, part: WeightPart, local: int) -> list[tuple[str, Tensor]]:
         (linear,) = part.params
-        stacked = f"{linear}_weight"
-        local = (part.expert if expert is None else expert) - self.first_expert
-        return stacked if stacked in self.parameters else f"{linear}.weight{local}"
+        for name, index in ((f"{linear}_weight", local), (f"{linear}.weight{local}", None)):
+            if name in self.tensors:
+                tensor = self.select(self.tensors[name])
+                return [(name, part.part(tensor if index is None else tensor[index]))]
+        return []
 
-    def held(self, part: WeightPart) -> Tensor | None:
-        """View of this rank's shard of the part; None where another expert rank holds it."""
-        if part.expert is None:
-            return part.part(self.select(self.parameters[self.name(part)]))
-        local = part.expert - self.first_expert
-        return self._expert(part, local) if 0 <= local < self.experts_per_rank else None
 
-    def like(self, part: WeightPart) -> Tensor:
-        """A held tensor of the part's shape, dtype and device, whoever holds the part itself."""
-        return self._expert(part, 0)
+def _dtype_name(part: WeightPart, model: PolicyModel) -> str:
+    return part.dtype or str(model.config.params_dtype).removeprefix("torch.")
 
-    def _expert(self, part: WeightPart, local: int) -> Tensor:
-        parameter = self.select(self.parameters[self.name(part, self.first_expert + local)])
-        return part.part(parameter[local] if parameter.dim() == 3 else parameter)
+
+def _ways(part: WeightPart, groups: ParallelGroups, place: Place) -> tuple[int, int]:
+    """(number of shards, this place's shard) of a part that is split."""
+    return (groups.tp_size, place.tp) if part.expert is None else (groups.etp_size, place.etp)
 
 
 def _shard_shape(part: WeightPart, groups: ParallelGroups) -> Shape:
     shape = list(part.shape)
     if part.split != "whole":
-        shape[0 if part.split == "rows" else 1] //= groups.tp_size
+        shape[0 if part.split == "rows" else 1] //= _ways(part, groups, groups.place)[0]
     return tuple(shape)
 
 
-def _shard(tensor: Tensor, part: WeightPart, groups: ParallelGroups) -> Tensor:
-    return tensor.chunk(groups.tp_size, dim=0 if part.split == "rows" else 1)[groups.tp_rank]
-
-
-def _join_shards(part: WeightPart, locate: _Locator, groups: ParallelGroups, owner: int) -> Tensor | None:
-    """The whole tensor on owner, from the shards of owner's tensor-parallel group."""
-    if owner not in groups.tp_ranks:
+def _join(part: WeightPart, locate: Locator, groups: ParallelGroups, owner: int) -> Tensor | None:
+    """The whole tensor on owner, each shard sent by the rank that holds it. Every rank walks the parts in one order."""
+    sources = locate.sources(part, owner)
+    if groups.rank not in (owner, *sources):
         return None
-    held = locate.held(part)
-    assert held is not None, f"{part.name} is held by every expert-parallel rank"
-    shard = held.detach().reshape(_shard_shape(part, groups)).contiguous()
-    if part.split == "whole" or groups.tp_size == 1:
-        return shard if groups.rank == owner else None
-    shards = [torch.empty_like(shard) for _ in range(groups.tp_size)] if groups.rank == owner else None
-    dist.gather(shard, shards, dst=owner, group=groups.tp_group)
-    return None if shards is None else torch.cat(shards, dim=0 if part.split == "rows" else 1)
-
-
-def _fetch_expert(part: WeightPart, locate: _Locator, groups: ParallelGroups, owner: int) -> Tensor | None:
-    """The expert's tensor on owner, from the rank of owner's expert-parallel group that holds it."""
-    if owner not in groups.ep_ranks:
-        return None
-    holder = groups.ep_ranks[locate.expert_rank(part)]
-    held = locate.held(part)
-    if groups.rank == holder:
-        assert held is not None, f"rank {holder} holds {part.name}"
-        tensor = held.detach().contiguous()
-        if holder == owner:
-            return tensor
-        dist.send(tensor, dst=owner)
-        return None
+    mine = None
+    if groups.rank in sources:
+        held = locate.held(part)
+        assert held, f"rank {groups.rank} holds {part.name}"
+        mine = held[0][1].detach().reshape(_shard_shape(part, groups)).contiguous()
     if groups.rank != owner:
+        dist.send(mine, dst=owner)  # type: ignore[arg-type]
         return None
-    received = torch.empty_like(locate.like(part), memory_format=torch.contiguous_format, requires_grad=False)
-    dist.recv(received, src=holder)
+    shards = [mine if source == owner else _receive(part, locate, source) for source in sources]
+    assert all(shard is not None for shard in shards), f"every shard of {part.name} has come"
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=0 if part.split == "rows" else 1)  # type: ignore[arg-type]
+
+
+def _receive(part: WeightPart, locate: Locator, source: int) -> Tensor:
+    like = locate.select(next(iter(locate.model.parameters())))
+    dtype = getattr(torch, part.dtype) if part.dtype else like.dtype
+    received = torch.empty(_shard_shape(part, locate.groups), dtype=dtype, device=like.device)
+    dist.recv(received, src=source)
     return received
 
 
@@ -175,11 +198,14 @@ def _misshapen(name: str, got: Shape, expected: Shape) -> str:
     return f"weight {name} must have shape {list(expected)} by config.json, got {list(got)}; use the matching files"
 
 
-def _check_available(model: PolicyModel, available: Mapping[str, Shape]) -> None:
+def check_available(model: PolicyModel, available: Mapping[str, Shape]) -> None:
     expected = {part.name: part.shape for part in model.weight_parts}
-    redundant = model.family.redundant_tensors(model.hf_config)
     missing = [f"weight {name} is missing" for name in expected if name not in available]
-    extra = [f"weight {name} has no place in the model" for name in available if name not in expected | redundant]
+    extra = [
+        f"weight {name} has no place in the model"
+        for name in available
+        if name not in expected and not model.family.is_redundant(model.hf_config, name)
+    ]
     misshapen = [
         _misshapen(name, tuple(available[name]), shape)
         for name, shape in expected.items()
@@ -194,11 +220,9 @@ def _check_available(model: PolicyModel, available: Mapping[str, Shape]) -> None
         )
 
 
-def _check_written(model: PolicyModel, written: Mapping[str, int]) -> None:
-    """Every element of every parameter was written exactly once, and there is nothing else to write."""
-    buffers = [name for name, _ in model.named_buffers()]
-    assert not buffers, f"buffers {buffers} have no HF tensor; the family must say where their values come from"
-    for name, parameter in model.named_parameters():
-        assert written[name] == parameter.numel(), f"{name}: {written[name]} of {parameter.numel()} elements written"
-        if bool(parameter.isnan().any()):
+def _check_written(tensors: Mapping[str, Tensor], written: Mapping[str, int]) -> None:
+    """Every element of every parameter and buffer was written exactly once."""
+    for name, tensor in tensors.items():
+        assert written[name] == tensor.numel(), f"{name}: {written[name]} of {tensor.numel()} elements written"
+        if bool(tensor.isnan().any()):
             raise DataError(f"weights must be numbers, got NaN in the HF tensors of {name}; use undamaged weights")

@@ -25,11 +25,21 @@ class Section:
 
 _GRADIENT_NORM = Panel(
     "Gradient norm",
-    "Length of the gradient over all parameters, before clipping. Sudden peaks mean an unusual batch.",
-    ("grad_norm",),
+    "Length of the gradient over all parameters, before clipping. Sudden peaks mean an unusual batch. "
+    "Where trainer.optimizer.skip_above_norm is set, 1 marks the steps that it skipped.",
+    ("grad_norm", "optimizer/skipped"),
 )
 _LEARNING_RATE = Panel("Learning rate", "Step size of the optimizer: warm-up, then decay.", ("learning_rate",))
 _THROUGHPUT = Panel("Tokens per second", "Tokens of the batch over the seconds of the step.", ("perf/tokens_per_s",))
+_RANK_TIMES = Panel(
+    "Seconds per rank",
+    "Forward and backward of one step, without the wait in the gradient reduction: the slowest rank and the median. "
+    "A gap that stays means one slow machine or uneven batches.",
+    ("perf/rank_s_max", "perf/rank_s_median"),
+)
+_SLOWEST_RANK = Panel(
+    "Slowest rank", "Its number. Jumping about is healthy; a flat line names a slow machine.", ("perf/slowest_rank",)
+)
 
 SECTIONS = (
     Section(
@@ -49,6 +59,8 @@ SECTIONS = (
             ),
             Panel("Seconds per step", "Wall-clock time of one optimizer step.", ("perf/step_s",)),
             _THROUGHPUT,
+            _RANK_TIMES,
+            _SLOWEST_RANK,
         ),
     ),
     Section(
@@ -138,6 +150,8 @@ SECTIONS = (
                 ("perf/step_s", "perf/rollout_s", "perf/generation_s", "weights/publish_s"),
             ),
             _THROUGHPUT,
+            _RANK_TIMES,
+            _SLOWEST_RANK,
         ),
     ),
 )

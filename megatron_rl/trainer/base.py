@@ -1,13 +1,15 @@
 """What the SFT and the RL trainer share: a policy that is fresh or resumed, where metrics go, how state is saved."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.convert import load_hf, save_hf
-from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state, save_training_state
+from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state
+from megatron_rl.checkpoint.writer import CheckpointWriter
+from megatron_rl.config import RunStop
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import Platform
 from megatron_rl.distributed.groups import ParallelGroups
@@ -16,6 +18,7 @@ from megatron_rl.telemetry.sinks import MetricsWriter, truncate_after, write_sta
 from megatron_rl.telemetry.values import Value, reduce_over_ranks
 from megatron_rl.trainer.config import TrainerConfig
 from megatron_rl.trainer.optim import PolicyOptimizer
+from megatron_rl.trainer.stop import StopSignal, on_any_rank
 
 
 class PolicyTrainer:
@@ -44,26 +47,44 @@ class PolicyTrainer:
         self.step = 0
         if self.checkpoint is not None:
             self.step, _ = load_training_state(
-                self.checkpoint, model=self.model, optimizer=self.policy.optimizer, groups=groups
+                self.checkpoint,
+                model=self.model,
+                optimizer=self.policy.optimizer,
+                groups=groups,
+                model_path=self._model_path,
             )
+        self._writer = CheckpointWriter(run_dir / "checkpoints", groups, config.checkpoint, model_path=self._model_path)
+        self._stop = StopSignal()
         if self.is_writer:
             truncate_after(run_dir, self.step, phase=phase)
         self._metrics = MetricsWriter(run_dir) if self.is_writer else None
 
+    def finish_step(self, extra: Callable[[], Mapping[str, bytes]]) -> None:
+        """Saves after a step that the run file names, after the last one, and when any rank got a SIGTERM.
+
+        extra: state of other parts of the run, asked for when it is saved. RunStop after a SIGTERM, once the state is
+        on the disk; RunError when a save cannot be written, also one in the background.
+        """
+        asked, failed = on_any_rank([self._stop.came, self._writer.failed()], self.platform.device)
+        if failed:
+            self._writer.wait()
+        last = self.step == self._config.steps
+        if asked or last or self.step % self._config.checkpoint.every_steps == 0:
+            self.save(extra())
+        if asked:
+            self._writer.wait()
+            raise RunStop(
+                f"stopped by SIGTERM after step {self.step}, which is saved; start the same command again to go on"
+            )
+
     def save(self, extra: Mapping[str, bytes]) -> None:
         """Training state under RUN/checkpoints; extra is kept with it, in the same rename."""
-        save_training_state(
-            self.run_dir / "checkpoints",
-            step=self.step,
-            model=self.model,
-            optimizer=self.policy.optimizer,
-            groups=self.groups,
-            extra=extra,
-            config=self._config.checkpoint,
-        )
+        self.status(f"saving checkpoint of step {self.step}")
+        self._writer.save(self.step, model=self.model, optimizer=self.policy.optimizer, extra=extra)
 
     def export(self) -> None:
-        """RUN/hf, if the run wants it."""
+        """RUN/hf, if the run wants it; the last checkpoint is complete before."""
+        self._writer.wait()
         if self._config.export:
             self.status("writing the Hugging Face folder")
             save_hf(self.model, self.run_dir / "hf", self.groups, source=self._model_path)

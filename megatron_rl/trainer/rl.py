@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_rl_kernels import LogprobOut
 
 from megatron_rl.data.render import load_tokenizer
 from megatron_rl.distributed.config import ParallelConfig
@@ -20,8 +21,9 @@ from megatron_rl.engine.client import EngineControl
 from megatron_rl.loss.config import LossConfig
 from megatron_rl.loss.head import rl_loss
 from megatron_rl.model.build import ModelConfig
-from megatron_rl.model.forward import DeviceBatch, taken_logprobs
+from megatron_rl.model.forward import DeviceBatch
 from megatron_rl.model.hf_weights import export_hf, hf_layout
+from megatron_rl.model.pipeline import from_last_stage, score_tokens
 from megatron_rl.model.router_margin import watch_routers
 from megatron_rl.records import PackedBatch, StepBatch, wire
 from megatron_rl.telemetry.rollouts import RolloutLog, TokenRecord
@@ -78,6 +80,8 @@ class RlTrainer:
         )
         self.probe = WeightProbe(self.tokenizer, pad_multiple=groups.tp_size)
         self.rollout_log = RolloutLog(job.run_dir) if self.base.is_writer else None
+        place, first = groups.place, groups.places[0]
+        self.serves_rank_0 = (place.tp, place.cp, place.dp) == (first.tp, first.cp, first.dp)
 
     @property
     def step(self) -> int:
@@ -95,8 +99,7 @@ class RlTrainer:
             sync_metrics = self._publish()
             if self.step % config.eval_every_steps == 0 or self.step == config.steps:
                 self._evaluate()
-            if self.step % config.checkpoint.every_steps == 0 or self.step == config.steps:
-                self._save()
+            self.base.finish_step(self._orchestrator_state)
         self.base.export()
         self.link.ask(wire.RunFinished(step=self.step))
         self.link.close()
@@ -116,9 +119,13 @@ class RlTrainer:
             self.base.policy,
             batch.microbatches[self.groups.dp_rank],
             partial(self._loss, denominator=batch.num_trained, records=records),
+            self.groups,
+            step=self.step,
             lr=lr,
+            device=self.platform.device,
+            temperature=self.job.temperature,
         )
-        metrics = self.base.reduce(metrics)
+        metrics, records = self.base.reduce(metrics), from_last_stage(records, self.groups)
         self.base.step += 1
         self.base.write(
             {
@@ -136,16 +143,10 @@ class RlTrainer:
             self.rollout_log.write(self.step, records)
 
     def _loss(
-        self, batch: PackedBatch, *, denominator: int, records: list[TokenRecord]
+        self, out: LogprobOut, batch: PackedBatch, *, denominator: int, records: list[TokenRecord]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         device = self.platform.device
         assert batch.advantages is not None and batch.engine_logp is not None, "an RL batch carries RL streams"
-        out = taken_logprobs(
-            self.base.policy.ddp,
-            DeviceBatch.from_packed(batch, device),
-            self.groups,
-            temperature=self.job.temperature,
-        )
         loss, stats = rl_loss(
             out.logp,
             torch.tensor(batch.engine_logp, device=device),
@@ -156,7 +157,7 @@ class RlTrainer:
             entropy=out.entropy.detach(),
         )
         missing = self.job.trainer.logged_rollouts_per_step - len(records)
-        if self.groups.rank == 0 and missing > 0:
+        if self.serves_rank_0 and missing > 0:
             records += token_records(batch, stats, step=self.step + 1, token_text=self._token_text, limit=missing)
         return loss, stats.metrics
 
@@ -176,9 +177,9 @@ class RlTrainer:
     def _check_engines(self) -> ProbeResult:
         """The probe texts on both sides; WeightProbeError on rank 0, where the engines are known."""
         batch = DeviceBatch.from_packed(self.probe.batch, self.platform.device)
-        with torch.no_grad(), watch_routers(self.base.model) as routers:
-            out = taken_logprobs(self.base.policy.ddp, batch, self.groups)
-        margin = routers.smallest(self.groups).cpu().numpy()
+        with watch_routers(self.base.model) as routers:
+            out = score_tokens(self.base.policy.ddp, batch, self.groups)
+        margin = routers.smallest(batch, self.groups).cpu().numpy()
         return self.probe.check(
             self.controls,
             out.logp.float().cpu().numpy(),
@@ -193,11 +194,10 @@ class RlTrainer:
         assert isinstance(reply, wire.EvalReply), f"expected an evaluation, got {type(reply).__name__}"
         self.base.write({name: from_wire(value) for name, value in reply.metrics.items()})
 
-    def _save(self) -> None:
-        self.base.status(f"saving checkpoint of step {self.step}")
+    def _orchestrator_state(self) -> dict[str, bytes]:
         reply = self.link.ask(wire.StateRequest(step=self.step))
         assert isinstance(reply, wire.StateReply), f"expected a state, got {type(reply).__name__}"
-        self.base.save({"orchestrator": reply.state})
+        return {"orchestrator": reply.state}
 
     def _token_text(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))

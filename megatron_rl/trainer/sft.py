@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from megatron_rl_kernels import LogprobOut
 
 from megatron_rl.checkpoint.folders import reading
 from megatron_rl.checkpoint.resume import read_extra
@@ -20,14 +21,13 @@ from megatron_rl.distributed.device import Platform
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.loss.head import sft_loss
 from megatron_rl.model.build import ModelConfig
-from megatron_rl.model.forward import DeviceBatch, taken_logprobs
 from megatron_rl.records import PackedBatch
 from megatron_rl.telemetry.sinks import write_status
-from megatron_rl.telemetry.values import Last, Mean, Value, merge_metrics
+from megatron_rl.telemetry.values import Last, Mean, Value
 from megatron_rl.trainer.base import PolicyTrainer
 from megatron_rl.trainer.config import SftTrainerConfig
 from megatron_rl.trainer.schedule import learning_rate
-from megatron_rl.trainer.step import train_step
+from megatron_rl.trainer.step import evaluate, train_step
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ class SftTrainer:
             if self.has_heldout and (self.step % config.heldout_every_steps == 0 or self.step == config.steps):
                 metrics["loss/heldout"] = self._heldout_loss()
             self.base.write(metrics)
-            if self.step % config.checkpoint.every_steps == 0 or self.step == config.steps:
-                self.base.save({"data": msgspec.json.encode(self.stream.state_dict())})
+            self.base.finish_step(lambda: {"data": msgspec.json.encode(self.stream.state_dict())})
         self.base.export()
 
     def _train_one(self) -> dict[str, Any]:
@@ -102,7 +101,13 @@ class SftTrainer:
         lr = learning_rate(self.job.trainer.optimizer, step=self.step, total_steps=self.job.trainer.steps)
         microbatches = batch.microbatches[self.groups.dp_rank]
         grad_norm, metrics = train_step(
-            self.base.policy, microbatches, partial(self._loss, denominator=batch.num_trained), lr=lr
+            self.base.policy,
+            microbatches,
+            partial(self._loss, denominator=batch.num_trained),
+            self.groups,
+            step=self.step,
+            lr=lr,
+            device=self.platform.device,
         )
         num_tokens = sum(m.num_tokens - m.num_padding for rank in batch.microbatches for m in rank)
         step_s = time.monotonic() - started
@@ -116,18 +121,18 @@ class SftTrainer:
             "perf/tokens_per_s": Last(num_tokens / step_s),
         }
 
-    def _logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [T], trained mask [T]) on the device."""
-        out = taken_logprobs(self.base.policy.ddp, DeviceBatch.from_packed(batch, self.platform.device), self.groups)
-        return out.logp, torch.tensor(batch.loss_mask, device=self.platform.device)
-
-    def _loss(self, batch: PackedBatch, *, denominator: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        logp, mask = self._logprobs(batch)
-        loss = sft_loss(logp, mask, denominator=denominator)
+    def _loss(self, out: LogprobOut, batch: PackedBatch, *, denominator: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        mask = torch.tensor(batch.loss_mask, device=self.platform.device)
+        loss = sft_loss(out.logp, mask, denominator=denominator)
         return loss, {"loss/sft": Mean(float(loss.detach()) * denominator, batch.num_trained)}
 
-    @torch.no_grad()
     def _heldout_loss(self) -> Value:
         """Mean negative log-likelihood per trained token, in nats, over all held-out rows."""
-        collected = [self._loss(batch, denominator=1)[1] for batch in self.heldout[self.groups.dp_rank]]
-        return self.base.reduce(merge_metrics(collected))["loss/sft"]
+        metrics = evaluate(
+            self.base.policy,
+            self.heldout[self.groups.dp_rank],
+            partial(self._loss, denominator=1),
+            self.groups,
+            device=self.platform.device,
+        )
+        return self.base.reduce(metrics)["loss/sft"]

@@ -1,33 +1,60 @@
 """One optimizer step over this rank's microbatches."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.model.forward import DeviceBatch, head_logprobs
+from megatron_rl.model.pipeline import from_last_stage, run_microbatches, score_tokens
 from megatron_rl.records import PackedBatch
 from megatron_rl.telemetry.values import merge_metrics
+from megatron_rl.trainer.guards import LossFunction
 from megatron_rl.trainer.optim import PolicyOptimizer
-
-LossFunction = Callable[[PackedBatch], tuple[torch.Tensor, dict[str, Any]]]
-"""Microbatch -> (scalar already divided by the global denominator, metrics)."""
 
 
 def train_step(
-    policy: PolicyOptimizer, microbatches: Sequence[PackedBatch], loss_function: LossFunction, *, lr: float
+    policy: PolicyOptimizer,
+    microbatches: Sequence[PackedBatch],
+    loss_function: LossFunction,
+    groups: ParallelGroups,
+    *,
+    step: int,
+    lr: float,
+    device: torch.device,
+    temperature: float = 1.0,
 ) -> tuple[float, dict[str, Any]]:
     """Forward and backward of every microbatch, then one update. Returns (gradient norm, this rank's metrics).
 
-    Every rank of a data-parallel group must bring the same number of microbatches, or the reduction hangs;
-    gradients are reduced once, with the last one.
+    Every rank of a data-parallel group must bring the same number of microbatches, or the reduction hangs; gradients
+    are reduced once, after the last one. Ranks that serve the same microbatches return the same metrics.
+    step is 0-based. RunError on every rank, with the weights as they were, where guards.py refuses the step.
     """
     policy.zero_grad()
-    collected = []
-    for index, microbatch in enumerate(microbatches):
-        last = index == len(microbatches) - 1
-        with contextlib.nullcontext() if last else policy.ddp.no_sync():
-            loss, metrics = loss_function(microbatch)
-            loss.backward()
-        collected.append(metrics)
-    return policy.step(lr), merge_metrics(collected)
+    guarded = policy.guard.watch(loss_function)
+    batches = [DeviceBatch.from_packed(microbatch, device) for microbatch in microbatches]
+
+    def score(hidden: Tensor, number: int) -> tuple[Tensor, dict[str, Any]]:
+        out = head_logprobs(policy.ddp, hidden, batches[number], groups, temperature=temperature)
+        return guarded(out, microbatches[number])
+
+    collected = run_microbatches(policy.ddp, batches, score, groups, train=True)
+    metrics = from_last_stage(merge_metrics(collected), groups)
+    update = policy.step(lr, step=step)
+    return update.grad_norm, {**metrics, **update.metrics}
+
+
+@torch.no_grad()
+def evaluate(
+    policy: PolicyOptimizer,
+    microbatches: Sequence[PackedBatch],
+    loss_function: LossFunction,
+    groups: ParallelGroups,
+    *,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Metrics of the microbatches without gradients, the same on all ranks that serve them."""
+    outputs = (score_tokens(policy.ddp, DeviceBatch.from_packed(batch, device), groups) for batch in microbatches)
+    return merge_metrics([loss_function(out, batch)[1] for out, batch in zip(outputs, microbatches, strict=True)])

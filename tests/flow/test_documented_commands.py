@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from megatron_rl.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.yaml"))]
@@ -16,23 +19,48 @@ SHORT_SFT = ["trainer.steps=250"]
 SHORT_RL = ["trainer.steps=1", "orchestrator.groups_per_step=16", "orchestrator.evaluation.prompts_per_split=2"]
 RUNS: dict[str, list[list[str]]] = {
     "megatron-rl make-tiny runs/tiny": [["make-tiny", "runs/tiny"]],
+    "megatron-rl make-tiny runs/tiny-glm --family glm4_moe": [
+        ["make-tiny", "runs/tiny-glm", "--family", "glm4_moe"],
+    ],
     "megatron-rl make-tiny DIR": [["make-tiny", "runs/other"]],
     "megatron-rl config examples/rl/tiny_cpu.yaml": [["config", "examples/rl/tiny_cpu.yaml"]],
     "megatron-rl config CONFIG": [["config", "examples/sft/tiny_cpu.yaml"]],
     "megatron-rl sft examples/sft/tiny_cpu.yaml": [["sft", "examples/sft/tiny_cpu.yaml", *SHORT_SFT]],
+    "megatron-rl sft examples/sft/tiny_glm_cpu.yaml": [["sft", "examples/sft/tiny_glm_cpu.yaml", "trainer.steps=4"]],
     "megatron-rl sft CONFIG [key=value ...]": [["sft", "examples/sft/tiny_cpu.yaml", *SHORT_SFT]],
     "megatron-rl eval CONFIG --out DIR": [
         ["eval", "examples/rl/tiny_cpu.yaml", "--out", "runs/eval", "orchestrator.evaluation.prompts_per_split=2"]
     ],
     "megatron-rl rl examples/rl/tiny_cpu.yaml": [["rl", "examples/rl/tiny_cpu.yaml", *SHORT_RL]],
     "megatron-rl rl CONFIG [key=value ...]": [],
+    "megatron-rl sft CONFIG --dry-run": [],
+    **{
+        f"megatron-rl {kind} examples/{kind}/qwen3_30b_a3b_{nodes}.yaml --dry-run --gpu-memory {gib}": [
+            [kind, f"examples/{kind}/qwen3_30b_a3b_{nodes}.yaml", "--dry-run", "--gpu-memory", gib]
+        ]
+        for kind, nodes, gib in (
+            ("sft", "1node", "79"),
+            ("sft", "4nodes", "79"),
+            ("rl", "1node", "139"),
+            ("rl", "4nodes", "79"),
+        )
+    },
     "megatron-rl report RUN": [["report", "runs/tiny-sft"]],
     "megatron-rl report RUN [RUN ...]": [["report", "runs/tiny-sft", "runs/tiny-rl", "--out", "runs/both.html"]],
     "megatron-rl convert SOURCE TARGET": [["convert", "runs/tiny/model", "runs/converted"]],
 }
 """Documented command -> what is run for it; an empty list where another entry runs the same."""
+COMMAND = re.compile(r"\b(?:megatron-rl|torchrun|make|sbatch|(?<!sbatch )examples/launch/\w+\.sh) [^#]*?(?=  |$)")
 ELSEWHERE = {
     "make quickstart": "test_quickstart.py",
+    "megatron-rl engine CONFIG --index N [key=value ...]": "test_launch_scripts.py",
+    "megatron-rl orchestrator CONFIG [key=value ...]": "test_launch_scripts.py",
+    "examples/launch/sft_torchrun.sh CONFIG [key=value ...]": "test_launch_scripts.py",
+    "examples/launch/rl_torchrun.sh orchestrator CONFIG [key=value ...]": "test_launch_scripts.py",
+    "examples/launch/rl_torchrun.sh engines CONFIG [key=value ...]": "test_launch_scripts.py",
+    "examples/launch/rl_torchrun.sh trainer CONFIG [key=value ...]": "test_launch_scripts.py",
+    "sbatch examples/launch/sft_slurm.sh CONFIG [key=value ...]": "test_launch_scripts.py",
+    "sbatch examples/launch/rl_slurm.sh CONFIG [key=value ...]": "test_launch_scripts.py",
     "make test": "the project's CI",
     "make lint": "the project's CI",
     "make docs": "tests/unit/test_docs_reference.py",
@@ -49,7 +77,7 @@ def documented_commands() -> set[str]:
         for line in page.read_text(encoding="utf-8").splitlines():
             if page.suffix == ".md" and not line.startswith("    "):
                 continue
-            for command in re.findall(r"\b(?:megatron-rl|torchrun|make) [^#]*?(?=  |$)", line):
+            for command in re.findall(COMMAND, line):
                 found.add(command.strip().rstrip("."))
     return found
 
@@ -60,7 +88,8 @@ def test_every_documented_command_is_known_here() -> None:
     assert not unknown, f"documented but run by no test: {unknown}"
     gone = RUNS.keys() - documented_commands()
     assert not gone, f"documented nowhere, to be removed here: {gone}"
-    assert {c.split()[1] for c in RUNS} == {"make-tiny", "config", "sft", "eval", "rl", "report", "convert"}
+    verbs = {c.split()[1] for c in known if c.startswith("megatron-rl ")}
+    assert verbs | {"quickstart"} == typer.main.get_command(app).commands.keys()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

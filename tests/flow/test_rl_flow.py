@@ -126,8 +126,8 @@ def test_a_run_survives_every_death_and_both_sides_agree(
     assert assert_ends(run, run_dir, lambda: run.process.send_signal(signal.SIGINT)) == 130
     assert "Ctrl-C stopped" in run.text() and "same command again" in run.text(), run.text()
 
-    # the rest, on one rank again
-    run = command("rl", config, "rollout.temperature=0.7")
+    # the rest, on two pipeline stages
+    run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.pipeline=2")
     run.wait_for(lambda: bool(ports_of(run_dir)), 180)
     ports = ports_of(run_dir)
     assert run.wait(240) == 0, run.text()

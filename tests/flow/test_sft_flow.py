@@ -42,7 +42,17 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
     assert "<html" in (run_dir / "report.html").read_text()
 
 
-@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"], ["parallel.expert=2"]], ids=["DP2", "TP2", "EP2"])
+LAYOUTS = {
+    "DP2": [],
+    "TP2": ["parallel.tensor=2"],
+    "EP2": ["parallel.expert=2"],
+    "TP2-ETP2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
+    "PP2": ["parallel.pipeline=2", "data.microbatch_tokens=128"],
+    "CP2": ["parallel.context=2", "model.recompute=full"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_ranks_under_torchrun_train_like_one(
     sft_run: Path, sft_config: Callable[[Path], Path], tmp_path: Path, layout: list[str]
 ) -> None:

@@ -1,5 +1,6 @@
-"""The Transformer Engine model against transformers on one GPU, in bfloat16."""
+"""The Transformer Engine model of every family against transformers on one GPU, in bfloat16."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +10,46 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LENGTHS = [64, 17, 1, 46]
+SIZES = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64)
+"""That fit the fused kernels."""
+make_hf_model = runpy.run_path(str(Path(__file__).parents[1] / "hf_models.py"))["make_hf_model"]
 
 
-def hf_model(folder: Path) -> Any:
-    """A random Qwen3-MoE whose sizes fit the fused kernels, saved to folder."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def hf_model(folder: Path, name: str) -> Any:
+    """A random model saved to folder in bfloat16, the expert bias in float32 as released models have it."""
+    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = dict(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        dtype="bfloat16",
-    )
-    config = Qwen3MoeConfig(**sizes)
-    model: Any = Qwen3MoeForCausalLM(config).bfloat16()
-    model.save_pretrained(folder)
+    exact = make_hf_model(folder / "exact", name, 0, **SIZES)
+    model: Any = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "hf")
     return model.cuda()
 
 
-@torch.no_grad()
-def test_logits_are_as_good_as_transformers_own_bfloat16(tmp_path: Path) -> None:
-    """Error against float32 at most twice that of transformers in bfloat16; weights survive the way bitwise."""
-    from safetensors.torch import load_file
-
-    from megatron_rl.checkpoint.convert import load_hf, save_hf
+@pytest.fixture(scope="module")
+def one_rank() -> tuple[Any, Any, Any]:
+    """(platform, parallel config, groups) of one process on the GPU."""
     from megatron_rl.distributed.device import init_process_group, start_platform
 
-    reference = hf_model(tmp_path / "hf")
     platform = start_platform("cuda")
     init_process_group(platform)
     from megatron_rl.distributed.groups import ParallelConfig, build_groups
+
+    parallel = ParallelConfig()
+    return platform, parallel, build_groups(parallel, platform, seed=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "glm", "glm_air"])
+@torch.no_grad()
+def test_logits_are_as_good_as_transformers_own_bfloat16(name: str, tmp_path: Path, one_rank: Any) -> None:
+    """Error against float32 at most twice that of transformers in bfloat16; weights survive the way bitwise."""
+    from safetensors.torch import load_file
+
+    platform, parallel, groups = one_rank
+    from megatron_rl.checkpoint.convert import load_hf, save_hf
     from megatron_rl.model.build import ModelConfig, build_model
     from megatron_rl.model.forward import DeviceBatch, full_logits
 
-    parallel = ParallelConfig()
-    groups = build_groups(parallel, platform, seed=0)
+    reference = hf_model(tmp_path, name)
     model = build_model(ModelConfig(path=str(tmp_path / "hf"), dtype="bfloat16"), parallel, groups, platform)
     load_hf(model, tmp_path / "hf", groups)
     ids = torch.randint(0, 512, (sum(LENGTHS),), device="cuda")

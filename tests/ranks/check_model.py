@@ -1,11 +1,14 @@
 """Run by torchrun: measures the model against Hugging Face's answers under every layout of this world size."""
 
 import hashlib
+import itertools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,75 +17,150 @@ from megatron_rl.distributed.device import init_process_group, start_platform
 PLATFORM = start_platform("cpu")
 
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 
-from megatron_rl.checkpoint import convert  # noqa: E402
+from megatron_rl.checkpoint import convert, hf_files  # noqa: E402
 from megatron_rl.config import DataError  # noqa: E402
 from megatron_rl.distributed.groups import ParallelConfig, ParallelGroups, build_groups  # noqa: E402
 from megatron_rl.model.build import ModelConfig, build_model  # noqa: E402
-from megatron_rl.model.forward import DeviceBatch, full_logits, taken_logprobs  # noqa: E402
-from megatron_rl.model.hf_weights import export_hf, hf_layout, import_hf  # noqa: E402
+from megatron_rl.model.config import Recompute  # noqa: E402
+from megatron_rl.model.forward import DeviceBatch, head_logits, head_logprobs  # noqa: E402
+from megatron_rl.model.hf_weights import export_gradients, export_hf, hf_layout, import_hf  # noqa: E402
+from megatron_rl.model.pipeline import from_last_stage, run_microbatches  # noqa: E402
 from megatron_rl.model.policy import PolicyModel  # noqa: E402
+from megatron_rl.trainer.config import OptimizerConfig  # noqa: E402
+from megatron_rl.trainer.optim import PolicyOptimizer  # noqa: E402
 
-LAYOUTS = {
-    1: {"single": ParallelConfig()},
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the groups, and how a data-parallel rank's documents are cut and recomputed."""
+
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    microbatches: int = 1
+    recompute: Recompute = "none"
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(
+            tensor=self.tensor,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            pipeline=self.pipeline,
+            context=self.context,
+        )
+
+
+MODELS = ("plain", "tied", "glm")
+LAYOUTS: dict[int, dict[str, Layout]] = {
+    1: {
+        "single": Layout(),
+        "five_microbatches": Layout(microbatches=5),
+        "selective_recompute": Layout(microbatches=2, recompute="selective"),
+        "full_recompute": Layout(recompute="full"),
+    },
     2: {
-        "dp2": ParallelConfig(),
-        "ep2": ParallelConfig(expert=2),
-        "tp2": ParallelConfig(tensor=2),
-        "tp2_ep2": ParallelConfig(tensor=2, expert=2),
+        "dp2": Layout(),
+        "ep2": Layout(expert=2, microbatches=2),
+        "tp2": Layout(tensor=2),
+        "tp2_ep2_etp1": Layout(tensor=2, expert=2),
+        "tp2_etp2": Layout(tensor=2, expert_tensor=2),
+        "pp2": Layout(pipeline=2, microbatches=4),
+        "cp2": Layout(context=2, microbatches=2),
+        "pp2_full_recompute": Layout(pipeline=2, microbatches=3, recompute="full"),
+        "tp2_ep2_selective_recompute": Layout(tensor=2, expert=2, recompute="selective"),
+    },
+    4: {
+        "tp2_ep2_dp2": Layout(tensor=2, expert=2),
+        "ep2_etp2_dp4": Layout(expert=2, expert_tensor=2),
+        "tp2_pp2": Layout(tensor=2, pipeline=2, microbatches=4),
+        "tp2_cp2_ep2": Layout(tensor=2, context=2, expert=2, microbatches=2),
+        "pp2_ep2_dp2": Layout(pipeline=2, expert=2, microbatches=2),
     },
 }
 
 
-def batch_of(answers: dict[str, Any], documents: range) -> tuple[DeviceBatch, slice]:
-    """The named documents as one packed batch, and their tokens in the answers."""
+def parts_of(num_documents: int, num_parts: int) -> list[range]:
+    """Consecutive documents, as many parts as asked for; the last parts are empty where there are too few."""
+    borders = [part * num_documents // num_parts for part in range(num_parts + 1)]
+    return [range(*pair) for pair in itertools.pairwise(borders)]
+
+
+def batch_of(answers: dict[str, Any], documents: range, multiple: int) -> tuple[DeviceBatch, slice]:
+    """The named documents as one batch, a document of padding at its end; and their tokens in the answers."""
     lengths = answers["lengths"]
     start = sum(lengths[: documents.start])
     mine = [lengths[d] for d in documents]
     span = slice(start, start + sum(mine))
-    borders = torch.tensor([0, *mine]).cumsum(0).int()
-    return DeviceBatch(answers["input_ids"][span], answers["target_ids"][span], borders, tuple(mine)), span
+    padding = -sum(mine) % multiple or (0 if mine else multiple)
+    lengths = (*mine, padding) if padding else tuple(mine)
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    ids, targets = (torch.cat([answers[n][span], torch.zeros(padding).long()]) for n in ("input_ids", "target_ids"))
+    return DeviceBatch(ids, targets, borders, lengths), span
+
+
+def logits_of(model: PolicyModel, batch: DeviceBatch, groups: ParallelGroups) -> torch.Tensor:
+    """[T, V] on every rank, through all stages."""
+
+    def score(hidden: torch.Tensor, _number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden.new_zeros(()), head_logits(model, hidden, batch, groups)
+
+    outputs = run_microbatches(model, [batch], score, groups, train=False)
+    return from_last_stage(outputs[0] if outputs else torch.empty(0), groups)
 
 
 def per_document_logits(model: PolicyModel, answers: dict[str, Any], groups: ParallelGroups) -> torch.Tensor:
-    """Each document alone; where ranks share the sequence, with a padding document that fills the multiple."""
+    """Each document alone."""
     rows = []
-    for ids in answers["input_ids"].split(answers["lengths"]):
-        padding = -len(ids) % groups.tp_size
-        lengths = (len(ids), padding) if padding else (len(ids),)
-        padded = torch.cat([ids, ids.new_zeros(padding)])
-        borders = torch.tensor([0, *lengths]).cumsum(0).int()
-        rows.append(full_logits(model, DeviceBatch(padded, padded, borders, lengths), groups)[: len(ids)])
+    for document, length in enumerate(answers["lengths"]):
+        batch, _ = batch_of(answers, range(document, document + 1), groups.tp_size)
+        rows.append(logits_of(model, batch, groups)[:length])
     return torch.cat(rows)
 
 
 def gradients(
-    model: PolicyModel, answers: dict[str, Any], groups: ParallelGroups
-) -> tuple[dict[str, torch.Tensor], float, float, float]:
-    """({HF name: gradient} on rank 0, Megatron's gradient norm, largest error of log-probs, of entropies)."""
-    ddp = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model, pg_collection=groups.pg
-    )
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0)
-    optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=groups.pg)
-    documents = range(5) if groups.dp_size == 1 else (range(3), range(3, 5))[groups.dp_rank]
-    batch, span = batch_of(answers, documents)
-    ddp.zero_grad_buffer()
-    out = taken_logprobs(ddp, batch, groups)
-    (out.logp * answers["weights"][span]).sum().backward()
-    finalize_model_grads([ddp], pg_collection=groups.pg)
-    optimizer.prepare_grads()
-    grads = export_hf(model, groups, select=lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
-    on_rank_0 = {name: grad.clone() for name, grad in grads if grad is not None}
-    logp_error = (out.logp.detach() - answers["logp"][span]).abs().max()
-    entropy_error = (out.entropy.detach() - answers["entropy"][span]).abs().max()
-    return on_rank_0, float(optimizer.get_grad_norm()), float(logp_error), float(entropy_error)
+    model: PolicyModel, answers: dict[str, Any], groups: ParallelGroups, num_microbatches: int
+) -> dict[str, Any]:
+    """Gradients by HF name on rank 0, Megatron's norm of them, the loss, largest error of log-probs and entropies."""
+    policy = PolicyOptimizer(model, groups, OptimizerConfig())
+    documents = parts_of(len(answers["lengths"]), groups.dp_size)[groups.dp_rank]
+    microbatches = [
+        batch_of(answers, range(documents.start + part.start, documents.start + part.stop), groups.tp_size)
+        for part in parts_of(len(documents), num_microbatches)
+    ]
+
+    def score(hidden: torch.Tensor, number: int) -> tuple[torch.Tensor, list[float]]:
+        batch, span = microbatches[number]
+        out = head_logprobs(policy.ddp, hidden, batch, groups)
+        count = span.stop - span.start
+        loss = (out.logp[:count] * answers["weights"][span]).sum()
+        logp_error = (out.logp.detach()[:count] - answers["logp"][span]).abs()
+        entropy_error = (out.entropy.detach()[:count] - answers["entropy"][span]).abs()
+        return loss, [float(loss.detach()), *(float(e.max()) if count else 0.0 for e in (logp_error, entropy_error))]
+
+    policy.zero_grad()
+    batches = [batch for batch, _ in microbatches]
+    forwards: list[None] = []
+    watched = model.decoder.layers[-1].mlp.register_forward_hook(lambda *_: forwards.append(None))  # type: ignore
+    outputs = from_last_stage(run_microbatches(policy.ddp, batches, score, groups, train=True), groups)
+    watched.remove()
+    # Whole sums on every rank, where the distributed optimizer would be content with its shards.
+    finalize_model_grads([policy.ddp], pg_collection=groups.pg, force_all_reduce=True)
+    policy.optimizer.prepare_grads()
+    loss = torch.tensor(sum(output[0] for output in outputs))
+    dist.all_reduce(loss, group=groups.dp_group)
+    return {
+        "grads": {name: grad.clone() for name, grad in export_gradients(model, groups) if grad is not None},
+        "grad_norm": float(policy.optimizer.get_grad_norm()),  # type: ignore[arg-type]
+        "loss": float(loss),
+        "forwards": len(forwards) / len(batches),
+        "logp_error": max(output[1] for output in outputs),
+        "entropy_error": max(output[2] for output in outputs),
+    }
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
@@ -110,32 +188,33 @@ def exported_to_owners(model: PolicyModel, groups: ParallelGroups, reference: Pa
     return bool(verdict)
 
 
-def measure(name: str, parallel: ParallelConfig, groups: ParallelGroups, root: Path, work: Path) -> dict[str, Any]:
+def measure(name: str, layout: Layout, groups: ParallelGroups, root: Path, work: Path) -> dict[str, Any]:
     answers = torch.load(root / f"{name}.pt")
-    model = build_model(ModelConfig(path=str(root / name)), parallel, groups, PLATFORM)
-    nan_before = all(bool(parameter.isnan().all()) for parameter in model.parameters())
+    config = ModelConfig(path=str(root / name), recompute=layout.recompute)
+    model = build_model(config, layout.parallel, groups, PLATFORM)
+    nan_before = all(bool(tensor.isnan().all()) for tensor in model.global_tensors().values())
     convert.load_hf(model, root / name, groups)
-    packed = full_logits(model, batch_of(answers, range(5))[0], groups)
+    packed = logits_of(model, batch_of(answers, range(5), groups.tp_size)[0], groups)[: len(answers["logits"])]
     alone = per_document_logits(model, answers, groups)
     owners_right = exported_to_owners(model, groups, root / name)
     convert.save_hf(model, work / "back", groups, source=root / name)
-    grads, grad_norm, logp_error, entropy_error = gradients(model, answers, groups)
+    got = gradients(model, answers, groups, layout.microbatches)
+    grads, exact = got.pop("grads"), answers["grads"]
     result = {
+        **got,
         "nan_before_load": nan_before,
         "logits_error": float((packed - answers["logits"]).abs().max()),
         "packing_error": float((packed - alone).abs().max()),
         "owners_right": owners_right,
         "files_equal": file_hashes(work / "back") == file_hashes(root / name),
         "companions": (work / "back" / "tokenizer_config.json").is_file(),
-        "logp_error": logp_error,
-        "entropy_error": entropy_error,
-        "grad_norm": grad_norm,
+        "exact_loss": float((answers["logp"] * answers["weights"]).sum()),
+        "exact_grad_norm": float(torch.stack([g.norm() for g in exact.values()]).norm()),
     }
     if groups.rank == 0:
-        exact = answers["grads"]
-        result["exact_grad_norm"] = float(torch.stack([g.norm() for g in exact.values()]).norm())
         result["grad_names_equal"] = sorted(grads) == sorted(exact)
-        result["grad_error"] = max(float((grads[n] - exact[n]).norm() / exact[n].norm()) for n in grads)
+        errors = [float((grads[n] - exact[n]).norm() / exact[n].norm()) for n in grads]
+        result["grad_error"] = float(np.max(errors))  # NaN if one is, where max() would hide it
     return result
 
 
@@ -166,7 +245,7 @@ def refusals(root: Path, groups: ParallelGroups) -> dict[str, str]:
 
 def saved_in_small_files(root: Path, work: Path, groups: ParallelGroups) -> dict[str, Any]:
     """A folder cut into many files, read again by this project."""
-    convert.MAX_SHARD_BYTES = 100_000
+    hf_files.MAX_SHARD_BYTES = 100_000
     model = build_model(ModelConfig(path=str(root / "plain")), ParallelConfig(), groups, PLATFORM)
     convert.load_hf(model, root / "plain", groups)
     convert.save_hf(model, work / "small", groups, source=root / "plain")
@@ -182,11 +261,11 @@ def main() -> None:
     init_process_group(PLATFORM)
     results = {}
     world_size = dist.get_world_size()
-    for layout, parallel in LAYOUTS[world_size].items():
-        groups = build_groups(parallel, PLATFORM, seed=1)
-        for name in ("plain", "tied"):
-            results[f"{layout}/{name}"] = measure(name, parallel, groups, root, work / f"{layout}_{name}")
-        if world_size == 1:
+    for name, layout in LAYOUTS[world_size].items():
+        groups = build_groups(layout.parallel, PLATFORM, seed=1)
+        for model in MODELS:
+            results[f"{name}/{model}"] = measure(model, layout, groups, root, work / f"{name}_{model}")
+        if name == "single":
             results["refusals"] = refusals(root, groups)
             results["small_files"] = saved_in_small_files(root, work, groups)
         parallel_state.destroy_model_parallel()

@@ -62,7 +62,7 @@ def step_both(model: PolicyModel, policy: PolicyOptimizer, exact: ExactAdamW, co
     policy.zero_grad()
     for name, parameter in model.named_parameters():
         parameter.main_grad.copy_(grads[name])  # type: ignore[attr-defined]
-    policy.step(LR)
+    policy.step(LR, step=exact.steps)
     exact.step(grads, config)
 
 

@@ -20,40 +20,36 @@ from megatron_rl.distributed import megatron_on_cpu
 
 megatron_on_cpu.import_megatron()
 
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
 from megatron_rl.checkpoint.convert import load_hf  # noqa: E402
 from megatron_rl.distributed.device import Platform  # noqa: E402
 from megatron_rl.distributed.groups import ParallelConfig, ParallelGroups, build_groups  # noqa: E402
 from megatron_rl.model.build import ModelConfig, build_model  # noqa: E402
-from megatron_rl.model.forward import DeviceBatch, taken_logprobs  # noqa: E402
+from megatron_rl.model.forward import DeviceBatch, head_logprobs  # noqa: E402
+from megatron_rl.model.pipeline import run_microbatches  # noqa: E402
+from megatron_rl.trainer.config import OptimizerConfig  # noqa: E402
+from megatron_rl.trainer.optim import PolicyOptimizer  # noqa: E402
 
 PLATFORM = Platform(kind="cpu", device=torch.device("cpu"), backend="gloo")
-PARALLEL = ParallelConfig(tensor=2)
+TENSOR, PIPELINE = ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
 
 
-def train_one_step(folder: Path, dtype: str, groups: ParallelGroups) -> None:
-    """Tensor and sequence parallel forward, backward, reduction, clipping and update."""
-    model = build_model(ModelConfig(path=str(folder), dtype=dtype), PARALLEL, groups, PLATFORM)  # type: ignore[arg-type]
+def train_one_step(folder: Path, dtype: str, parallel: ParallelConfig, groups: ParallelGroups) -> None:
+    """Forward, backward, reduction, clipping and update."""
+    model = build_model(ModelConfig(path=str(folder), dtype=dtype), parallel, groups, PLATFORM)  # type: ignore[arg-type]
     load_hf(model, folder, groups)
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    ddp = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups.pg)
-    config = OptimizerConfig(
-        optimizer="adam", lr=1e-3, clip_grad=1e-3, bf16=dtype == "bfloat16", params_dtype=model.config.params_dtype
-    )
-    optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=groups.pg)
+    policy = PolicyOptimizer(model, groups, OptimizerConfig(lr=1e-3, clip_grad=1e-3))
     ids = torch.arange(8)
     batch = DeviceBatch(ids, ids + 1, torch.tensor([0, 3, 8], dtype=torch.int32), (3, 5))
-    ddp.zero_grad_buffer()
-    taken_logprobs(ddp, batch, groups).logp.sum().backward()
-    finalize_model_grads([ddp], pg_collection=groups.pg)
-    optimizer.step()
+
+    def score(hidden: torch.Tensor, _number: int) -> tuple[torch.Tensor, None]:
+        return head_logprobs(policy.ddp, hidden, batch, groups).logp.sum(), None
+
+    policy.zero_grad()
+    run_microbatches(policy.ddp, [batch, batch], score, groups, train=True)
+    policy.step(1e-3, step=0)
 
 
 def first_draws_per_rank(groups: ParallelGroups) -> list[float]:
@@ -70,11 +66,13 @@ def scenario(rank: int, meeting: str, folder: Path, left_out: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
-    groups = build_groups(PARALLEL, PLATFORM, seed=3)
+    groups = build_groups(TENSOR, PLATFORM, seed=3)
     draws = first_draws_per_rank(groups)
     assert draws[0] != draws[1], f"tensor-parallel ranks draw the same initial weights: {draws}"
     for dtype in ("float32", "bfloat16"):
-        train_one_step(folder, dtype, groups)
+        train_one_step(folder, dtype, TENSOR, groups)
+    parallel_state.destroy_model_parallel()
+    train_one_step(folder, "float32", PIPELINE, build_groups(PIPELINE, PLATFORM, seed=3))
 
 
 def fork_rank(rank: int, meeting: str, folder: Path, left_out: str, report: Path) -> int:

@@ -5,10 +5,29 @@ from typing import Any
 
 import pytest
 
-LAYOUTS = ["single", "dp2", "ep2", "tp2", "tp2_ep2"]
+LAYOUTS = [
+    "single",
+    "five_microbatches",
+    "selective_recompute",
+    "full_recompute",
+    "dp2",
+    "ep2",
+    "tp2",
+    "tp2_ep2_etp1",
+    "tp2_etp2",
+    "pp2",
+    "cp2",
+    "pp2_full_recompute",
+    "tp2_ep2_selective_recompute",
+    "tp2_ep2_dp2",
+    "ep2_etp2_dp4",
+    "tp2_pp2",
+    "tp2_cp2_ep2",
+    "pp2_ep2_dp2",
+]
 
 
-@pytest.fixture(params=[f"{layout}/{model}" for layout in LAYOUTS for model in ("plain", "tied")])
+@pytest.fixture(params=[f"{layout}/{model}" for layout in LAYOUTS for model in ("plain", "tied", "glm")])
 def result(request: pytest.FixtureRequest, measured: dict[str, Any]) -> dict[str, Any]:
     """Measurements of one layout and model."""
     return measured[request.param]
@@ -27,10 +46,21 @@ def test_log_probs_and_entropies_equal_transformers(result: dict[str, Any]) -> N
     assert result["entropy_error"] < 2e-5
 
 
+def test_the_loss_equals_transformers(result: dict[str, Any]) -> None:
+    assert result["loss"] == pytest.approx(result["exact_loss"], rel=1e-5)
+
+
 def test_every_gradient_equals_transformers(result: dict[str, Any]) -> None:
     """Summed over ranks, whatever the layout; tied weights get the gradient of both their uses."""
     assert result["grad_names_equal"]
     assert result["grad_error"] < 1e-5
+
+
+@pytest.mark.parametrize("model", ["plain", "glm"])
+def test_recompute_runs_the_moe_layers_again(measured: dict[str, Any], model: str) -> None:
+    forwards = {layout: measured[f"{layout}/{model}"]["forwards"] for layout in LAYOUTS}
+    assert {layout for layout, count in forwards.items() if count == 2} == {n for n in LAYOUTS if "recompute" in n}
+    assert set(forwards.values()) == {1, 2}
 
 
 def test_gradient_norm_counts_every_parameter_once(result: dict[str, Any]) -> None:

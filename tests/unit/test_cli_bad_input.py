@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import socket
 from collections.abc import Callable
@@ -9,64 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_rl.cli import launch, preflight
 from megatron_rl.cli.main import app
-from megatron_rl.cli.tiny import make_tiny
 from megatron_rl.cli.user_errors import run_with_user_errors
 from megatron_rl.config import ConfigError
 
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder, seed=0, num_train=8, num_heldout=2)
-    return folder
-
-
-@pytest.fixture
-def error_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command in this process and returns its error; starting any process fails the test."""
-
-    def no_process(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a process was started before the input was checked")
-
-    monkeypatch.setattr(launch, "Supervisor", no_process)
-
-    def run(*arguments: str) -> str:
-        status = run_with_user_errors(lambda: app(list(arguments), standalone_mode=False))
-        error = capsys.readouterr().err
-        assert status == 2 and error.count("error: ") == 1, error
-        return error
-
-    return run
-
-
-def sft(tiny: Path, tmp_path: Path, **changes: Any) -> str:
-    tree = {
-        "run": {"dir": str(tmp_path / "run")},
-        "model": {"path": str(tiny / "model")},
-        "context_length": 256,
-        "data": {"train": [str(tiny / "train.jsonl")]},
-        **changes,
-    }
-    path = tmp_path / "sft.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return str(path)
-
-
-def rl(tiny: Path, tmp_path: Path, **changes: Any) -> str:
-    tree = {
-        "run": {"dir": str(tmp_path / "run")},
-        "model": {"path": str(tiny / "model")},
-        "environments": [{"name": "baker"}],
-        "rollout": {"context_length": 256},
-        **changes,
-    }
-    path = tmp_path / "rl.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return str(path)
+INPUT = runpy.run_path(str(Path(__file__).parents[1] / "cli_input.py"))
+sft, rl, write_checkpoint = INPUT["sft"], INPUT["rl"], INPUT["write_checkpoint"]
 
 
 def rows_file(tmp_path: Path, *rows: Any) -> str:
@@ -139,12 +90,6 @@ def test_a_context_beyond_the_model_is_refused(tiny: Path, tmp_path: Path, error
     assert "512" in error_of("rl", rl(tiny, tmp_path), "rollout.context_length=1024")
 
 
-def test_a_layout_that_does_not_divide_is_refused(tiny: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
-    assert "parallel.tensor" in error_of("sft", sft(tiny, tmp_path), "parallel.tensor=2")
-    assert "heads" in error_of("sft", sft(tiny, tmp_path), "parallel.tensor=3", "run.processes=3")
-    assert "parallel.expert" in error_of("sft", sft(tiny, tmp_path), "parallel.expert=2")
-
-
 def test_a_run_folder_that_cannot_be_written_is_refused(
     tiny: Path, tmp_path: Path, error_of: Callable[..., str]
 ) -> None:
@@ -157,7 +102,7 @@ def test_options_without_effect_are_refused(tiny: Path, tmp_path: Path, error_of
         "trainer.optimizer.final_lr_fraction": ("sft", ["trainer.optimizer.final_lr_fraction=0.5"]),
         "trainer.heldout_every_steps": ("sft", ["trainer.heldout_every_steps=7"]),
         "engine.count": ("rl", ["engine.count=2", "engine.urls=[http://127.0.0.1:1]"]),
-        "engine.max_num_seqs": ("rl", ["engine.max_num_seqs=7", "engine.urls=[http://127.0.0.1:1]"]),
+        "engine.port": ("rl", ["engine.port=7", "engine.urls=[http://127.0.0.1:1]"]),
         "engine.gpu_memory_share": ("rl", ["engine.gpu_memory_share=0.5"]),
         "engine.kv_cache_gib": ("rl", ["engine.kv_cache_gib=2", "run.platform=cuda"]),
         "run.threads": ("rl", ["run.threads=2", "run.platform=cuda"]),
@@ -302,16 +247,14 @@ def test_rows_that_no_template_can_render_are_named(tiny: Path, tmp_path: Path, 
         assert f"{path}:2" in error and "arguments" in error and len(error) < 1000
 
 
-def run_folder(tmp_path: Path, config: str, *, step: int | None = None) -> Path:
-    """A run folder as a run of this config leaves it, with one checkpoint and exported weights."""
+def run_folder(tmp_path: Path, config: str, *, model: Path | None = None, step: int = 4) -> Path:
+    """A run folder as a run of this config leaves it; with a model, one checkpoint of it and exported weights too."""
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(config, folder / "config.yaml")
     (folder / "metrics.jsonl").write_text('{"step": 1, "phase": "sft", "time": 1, "loss/sft": 1}\n{"torn')
-    if step is not None:
-        checkpoint = folder / "checkpoints" / f"step_{step:06}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "meta.json").write_text("{}")
+    if model is not None:
+        write_checkpoint(folder, model, step=step)
         (folder / "hf").mkdir()
     return folder
 
@@ -345,7 +288,7 @@ def test_a_complete_run_says_so_and_starts_nothing(
 
     monkeypatch.setattr(launch, "Supervisor", Starts)
     config = sft(tiny, tmp_path)
-    folder = run_folder(tmp_path, config, step=4)
+    folder = run_folder(tmp_path, config, model=tiny / "model", step=4)
 
     def run(*overrides: str) -> str:
         started.clear()

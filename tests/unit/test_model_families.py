@@ -1,12 +1,16 @@
 """What a model folder may hold: every refusal is a ConfigError that names the setting."""
 
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig
@@ -39,6 +43,15 @@ RELEASED: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """config.json of Qwen3-30B-A3B, without what the model does not read."""
+
+HF_MODELS = runpy.run_path(str(Path(__file__).parents[1] / "hf_models.py"))
+QKV_SPANS = {"q": slice(0, 2), "k": slice(2, 3), "v": slice(3, 4)}
+
+
+def saved_config(name: str) -> dict[str, Any]:
+    """config.json of one of the tiny models, as transformers writes it."""
+    config = HF_MODELS["hf_model"](name, 0).config
+    return {**config.to_dict(), "architectures": ["Glm4MoeForCausalLM" if name[:3] == "glm" else "Qwen3MoeForCausalLM"]}
 
 
 def newer_spelling(config: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +86,55 @@ def test_weight_parts_are_every_tensor_of_the_released_model() -> None:
     assert total == pytest.approx(30.53e9, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", HF_MODELS["MODELS"])
+def test_weight_parts_are_exactly_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    HF_MODELS["make_hf_model"](tmp_path, name, 0)
+    hf_config = check_model_folder(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    parts = family_for(hf_config).weight_parts(hf_config)
+    assert [part.name for part in parts] == sorted(saved)
+    assert {part.name: part.shape for part in parts} == saved
+
+
+@pytest.mark.parametrize("name", HF_MODELS["MODELS"])
+def test_every_part_names_its_layer_and_the_kind_of_its_split(name: str) -> None:
+    hf_config = saved_config(name)
+    for part in family_for(hf_config).weight_parts(hf_config):
+        layer = re.match(r"model\.layers\.(\d+)\.", part.name)
+        at_the_end = part.name in ("lm_head.weight", "model.norm.weight")
+        assert part.layer == (int(layer[1]) if layer else "last" if at_the_end else "first")
+        assert all(f".layers.{part.layer}." in param for param in part.params if layer)
+        expert = re.search(r"\.experts\.(\d+)\.", part.name)
+        assert part.expert == (int(expert[1]) if expert else None)
+        cut_in_rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+        module = part.name.split(".")[-2]
+        cut_in_columns = module in ("o_proj", "down_proj")
+        assert part.split == ("rows" if module in cut_in_rows else "columns" if cut_in_columns else "whole")
+        assert part.dtype == ("float32" if part.name.endswith("e_score_correction_bias") else None)
+        tied_embedding = part.name == "model.embed_tokens.weight" and hf_config["tie_word_embeddings"]
+        assert part.copy_on_last == ("output_layer.weight" if tied_embedding else None)
+
+
+def test_parts_of_a_fused_parameter_tile_it_in_megatrons_order() -> None:
+    """Each kv head's query heads, then its k and v; gate above up. The same for weights, biases and expert stacks."""
+    hf_config = saved_config("glm")
+    parts = {part.name.removeprefix("model.layers.1."): part for part in family_for(hf_config).weight_parts(hf_config)}
+    rows = torch.arange((2 + 1 + 1) * 2 * 32)
+    head = {which: rows.view(2, 4, 32)[:, span].flatten() for which, span in QKV_SPANS.items()}
+    for which, mine in head.items():
+        for kind, fused in (("bias", rows), ("weight", rows[:, None].expand(-1, 64).contiguous())):
+            part = parts[f"self_attn.{which}_proj.{kind}"]
+            assert torch.equal(
+                part.part(fused).reshape(part.shape), mine.view(-1, *[1] * (fused.dim() - 1)).expand(part.shape)
+            )
+    inner = torch.arange(2 * 48)[:, None].expand(-1, 64).contiguous()
+    for fused in (inner, inner.view(2, 48, 64)):
+        for name in ("mlp.experts.5", "mlp.shared_experts"):
+            assert torch.equal(parts[f"{name}.gate_proj.weight"].part(fused), inner[:48])
+            assert torch.equal(parts[f"{name}.up_proj.weight"].part(fused), inner[48:])
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -96,7 +158,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(change: dict[str, Any
 
 
 def test_another_architecture_is_refused_with_the_supported_ones() -> None:
-    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM.*LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"Glm4MoeForCausalLM.*Qwen3MoeForCausalLM.*LlamaForCausalLM"):
         family_for({"architectures": ["LlamaForCausalLM"]})
 
 
@@ -124,6 +186,8 @@ def test_broken_folders_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
         (ParallelConfig(tensor=8), "num_key_value_heads must be a multiple of parallel.tensor, got 4 and 8"),
         (ParallelConfig(tensor=3), "num_attention_heads"),
         (ParallelConfig(expert=7), "num_experts must be a multiple of parallel.expert, got 128 and 7"),
+        (ParallelConfig(expert_tensor=5), "moe_intermediate_size must be a multiple of parallel.expert_tensor"),
+        (ParallelConfig(pipeline=49), "parallel.pipeline must leave no stage empty, got 49 stages for 48 layers"),
     ],
 )
 def test_sizes_that_a_layout_does_not_divide_are_refused(parallel: ParallelConfig, named: str) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_rl.model.attention import PackedAttention
 from megatron_rl.model.packed import MAX_PADDING_SHARE, document_cells, document_positions, pack_documents
 
+ONE_RANK = SimpleNamespace(cp=None)
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 0)
 
 
@@ -44,19 +45,22 @@ def test_positions_restart_at_each_document(lengths: list[int]) -> None:
     assert document_positions(lengths).tolist() == [p for length in lengths for p in range(length)]
 
 
-def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def exact_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], rotary_dim: int
+) -> torch.Tensor:
     """RoPE and softmax written out, one document and one query head at a time, in the dtype of the arguments."""
     heads, head_dim = query.shape[1:]
     group = heads // key.shape[1]
-    frequencies = 1e4 ** -(torch.arange(0, head_dim, 2, dtype=query.dtype) / head_dim)
+    frequencies = 1e4 ** -(torch.arange(0, rotary_dim, 2, dtype=query.dtype) / rotary_dim)
     rows = []
     start = 0
     for length in lengths:
         angles = torch.arange(length, dtype=query.dtype)[:, None] * frequencies
 
         def rotate(x: torch.Tensor, angles: torch.Tensor = angles) -> torch.Tensor:
-            as_complex = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
-            return torch.cat([as_complex.real, as_complex.imag], dim=-1)
+            first, second = x[:, :rotary_dim].chunk(2, dim=-1)
+            turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+            return torch.cat([turned.real, turned.imag, x[:, rotary_dim:]], dim=-1)
 
         span = slice(start, start + length)
         out = []
@@ -69,8 +73,10 @@ def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("lengths", [[7, 1, 30, 0, 12, 31], [8, 8, 8], [25]])
-def test_values_and_gradients_are_as_good_as_an_honest_float32_reference(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "rotary_dim"), [([7, 1, 30, 0, 12, 31], 16), ([8, 8, 8], 16), ([25], 16), ([20, 20, 5], 8)]
+)
+def test_values_and_gradients_are_as_good_as_an_honest_float32_reference(lengths: list[int], rotary_dim: int) -> None:
     torch.manual_seed(1)
     num_tokens, heads, kv_heads, head_dim = sum(lengths), 4, 2, 16
     exact = [torch.randn(num_tokens, n, head_dim, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
@@ -82,11 +88,10 @@ def test_values_and_gradients_are_as_good_as_an_honest_float32_reference(lengths
         return [out.detach(), *torch.autograd.grad((out * upstream.to(dtype)).sum(), inputs)]
 
     def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return exact_attention(query, key, value, lengths)
+        return exact_attention(query, key, value, lengths, rotary_dim)
 
-    config = SimpleNamespace(kv_channels=head_dim)
-    layer = PackedAttention(config)  # type: ignore[arg-type]
-    documents = pack_documents(lengths, head_dim=head_dim, rope_base=1e4, dtype=torch.float32)
+    layer = PackedAttention(SimpleNamespace(kv_channels=head_dim), pg_collection=ONE_RANK)  # type: ignore[arg-type]
+    documents = pack_documents(lengths, rotary_dim=rotary_dim, rope_base=1e4, dtype=torch.float32)
 
     def packed(*inputs: torch.Tensor) -> torch.Tensor:
         return layer(*(x.unsqueeze(1) for x in inputs), None, packed_seq_params=documents).squeeze(1)
@@ -101,8 +106,8 @@ def test_documents_do_not_see_each_other_or_the_padding() -> None:
     """NaN in one document leaves every other document, forward and backward, as it was."""
     torch.manual_seed(2)
     lengths = [5, 9, 6]
-    layer = PackedAttention(SimpleNamespace(kv_channels=8))  # type: ignore[arg-type]
-    documents = pack_documents(lengths, head_dim=8, rope_base=1e4, dtype=torch.float32)
+    layer = PackedAttention(SimpleNamespace(kv_channels=8), pg_collection=ONE_RANK)  # type: ignore[arg-type]
+    documents = pack_documents(lengths, rotary_dim=8, rope_base=1e4, dtype=torch.float32)
     clean = [torch.randn(20, 1, n, 8) for n in (2, 1, 1)]
     poisoned = [x.clone() for x in clean]
     for x in poisoned:

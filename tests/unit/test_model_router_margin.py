@@ -4,9 +4,10 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from megatron_rl.model.router_margin import watch_routers
+from megatron_rl.model.router_margin import choice_margin, watch_routers
 
 
 class ToyRouter(torch.nn.Module):
@@ -23,7 +24,12 @@ class ToyRouter(torch.nn.Module):
 def margins(tokens: list[list[float]], top_k: int) -> list[float]:
     """Margin of each token under one router."""
     model: Any = torch.nn.Sequential(ToyRouter(len(tokens[0])))
-    model.config = SimpleNamespace(moe_router_topk=top_k)
+    model.config = SimpleNamespace(
+        moe_router_topk=top_k,
+        moe_router_score_function="softmax",
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+    )
     with watch_routers(model) as routers:
         model(torch.tensor(tokens))
     model(torch.tensor(tokens))
@@ -37,3 +43,14 @@ def test_margin_is_the_gap_between_the_last_chosen_and_the_first_rejected_expert
 
 def test_a_router_that_takes_every_expert_is_never_near_a_tie() -> None:
     assert margins([[4.0, 1.0], [2.0, 2.0]], top_k=2) == [math.inf, math.inf]
+
+
+def test_grouped_sigmoid_routers_can_also_tie_between_groups() -> None:
+    """Two groups of two, one kept by the sum of its two best: bias and sigmoid count."""
+    config: Any = SimpleNamespace(
+        moe_router_topk=2, moe_router_score_function="sigmoid", moe_router_num_groups=2, moe_router_group_topk=1
+    )
+    scores = torch.tensor([[0.9, 0.1, 0.5, 0.45]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.04])
+    margin = choice_margin(scores.logit(), config, bias)
+    assert margin.tolist() == [pytest.approx(0.01, abs=1e-6)], "groups 1.0 and .99; inside a group both are taken"

@@ -98,6 +98,62 @@ def test_signal_asks_parts_to_end_then_kills_them_and_says_how_to_resume(
     )
 
 
+SAVING = """
+import sys
+from pathlib import Path
+from megatron_rl.cli.supervisor import Part, Supervisor
+folder = Path(sys.argv[1])
+trainer = '''
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def save(*_):
+    time.sleep(1)
+    (folder / "saved").write_text(str((folder / "service ended").exists()))
+    raise SystemExit(143)
+signal.signal(signal.SIGTERM, save)
+(folder / "trainer").touch()
+time.sleep(60)
+'''
+service = '''
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def end(*_): (folder / "service ended").touch(); raise SystemExit
+signal.signal(signal.SIGTERM, end)
+(folder / "service").touch()
+time.sleep(60)
+'''
+def part(name, code, **more):
+    return Part(name, [sys.executable, "-c", code, str(folder)], {}, folder / (name + ".log"), finishes=True, **more)
+failing = [part("failing", "import time; time.sleep(2); raise SystemExit(3)")] if "fail" in sys.argv else []
+Supervisor([part("trainer", trainer, saves=True), part("service", service), *failing], grace_s=5, poll_s=0.05).run()
+"""
+
+
+def saving_run(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """A supervisor whose trainer takes SIGTERM as the wish to save, once both of its parts are up."""
+    process = subprocess.Popen([sys.executable, "-c", SAVING, str(folder), *arguments], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while not ((folder / "trainer").exists() and (folder / "service").exists()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_what_saves_ends_before_what_it_may_need_for_that(tmp_path: Path, signum: int) -> None:
+    process = saving_run(tmp_path)
+    process.send_signal(signum)
+    assert process.wait(15) == 128 + signum
+    assert (tmp_path / "saved").read_text() == "False", "the service still ran"
+    assert (tmp_path / "service ended").exists()
+
+
+def test_after_a_failure_of_another_part_nothing_is_saved(tmp_path: Path) -> None:
+    """What the saving part would ask may be what has failed: SIGHUP ends it at once."""
+    assert saving_run(tmp_path, "fail").wait(20) == 1
+    assert not (tmp_path / "saved").exists()
+
+
 def test_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with supervised(tmp_path, grace_s=60.0) as (process, marker):
         process.send_signal(signal.SIGINT)

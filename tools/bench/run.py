@@ -1,153 +1,159 @@
-"""Times what this project claims to be fast at, as ratios measured in turn in one process: make bench.
+"""Times what this project claims to be fast at, as ratios measured in turn in one run: make bench.
 
-Rows: the trainer's step against a plain Hugging Face loop on the same model and tokens, and the log-prob head against
-materialised logits. One thread, float32; absolute figures belong to the machine and the minute.
+The trainer's step in every layout against a plain Hugging Face loop over the same documents, and the log-prob head
+against materialised logits. Absolute figures belong to the machine and the minute; --docs writes the tables into
+docs/performance.md.
 """
 
-import statistics
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
-import numpy as np
+import head
 import torch
-from megatron_rl_kernels import linear_logprob
 from rich.console import Console
 from rich.table import Table
 
-ROUNDS = 7
+from megatron_rl.cli.tiny import TinyFamily, make_tiny
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "performance.md"
+ONE_PROCESS = (
+    "1 process",
+    "1 process, bfloat16",
+    "1 process, 2 threads",
+    "1 process, 2 threads, bfloat16",
+)
+TWO_PROCESSES = ("DP2", "DP2, bfloat16", "EP2", "ETP2", "TP2", "TP2, EP2", "PP2, 4 microbatches", "CP2")
+HEAD_SIZES = ((4096, 128, 512), (4096, 512, 32768))
+"""Tokens, hidden size, vocabulary: the quickstart's model, and a real vocabulary."""
 
 
-def in_turn(ours: Callable[[], None], theirs: Callable[[], None]) -> tuple[float, float, float]:
-    """(median seconds of ours, of theirs, median of the pairwise ratio theirs / ours) after one warm-up each."""
-    ours()
-    theirs()
-    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(ROUNDS)]
-    return (
-        statistics.median(p[0] for p in pairs),
-        statistics.median(p[1] for p in pairs),
-        statistics.median(p[1] / p[0] for p in pairs),
+@dataclass(frozen=True)
+class Rows:
+    """One table."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def trainer_rows(family: TinyFamily, rounds: int, wanted: str) -> Rows:
+    """Every layout whose name holds wanted, in one spawn per number of processes."""
+    table = Rows(
+        f"trainer, tiny {family}: tokens/s, and times a plain loop",
+        ["layout", "ours", "plain, 1 process", "ratio", "plain, DDP", "ratio"],
+        [],
     )
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny(Path(folder), num_train=16, num_heldout=8, family=family).model
+        for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
+            names = [name for name in layouts if wanted in name]
+            if names:
+                measured = spawn(model, Path(folder) / "rows.json", processes, rounds, names)
+                table.rows.extend(trainer_row(row, measured["tokens"]) for row in measured["rows"])
+    return table
 
 
-def _seconds(action: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+def spawn(model: Path, out: Path, processes: int, rounds: int, names: list[str]) -> dict[str, Any]:
+    """What trainer.py measured under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(HERE / "trainer.py"), str(model), str(out), str(rounds), *names]
+    # Threads that spin while they wait take the cores from whoever works.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"trainer.py {names} failed:\n{done.stdout[-4000:]}")
+    return json.loads(out.read_text())
 
 
-def head_row(num_tokens: int, hidden: int, vocabulary: int) -> tuple[str, float, float, float]:
-    """Forward and backward of the head against log_softmax over materialised logits."""
-    torch.manual_seed(0)
-    states = torch.randn(num_tokens, hidden, requires_grad=True)
-    weight = torch.randn(vocabulary, hidden).mul_(hidden**-0.5).requires_grad_()
-    ids = torch.randint(0, vocabulary, (num_tokens,))
+def trainer_row(row: dict[str, Any], tokens: float) -> list[str]:
+    """Of several plain loops of one kind the fastest is what counts."""
+    seconds: dict[str, float] = row["seconds"]
+    cells = [row["layout"], f"{tokens / seconds['ours']:,.0f}"]
+    for kind in ("1 process", "DDP"):
+        rivals = [name for name in seconds if name.startswith(kind)]
+        if not rivals:
+            cells += ["", ""]
+            continue
+        best = min(rivals, key=lambda name: seconds[name])
+        how = "" if best.endswith("float32 weights") else f" ({best.split('/')[1]})"
+        cells += [f"{tokens / seconds[best]:,.0f}{how}", f"{row['ratio'][best]:.2f}x"]
+    return cells
 
-    def ours() -> None:
-        linear_logprob(states, weight, ids).logp.sum().backward()
 
-    def theirs() -> None:
-        torch.log_softmax(states @ weight.T, dim=-1).gather(1, ids[:, None]).sum().backward()
-
-    return f"head T={num_tokens} H={hidden} V={vocabulary}, forward+backward", *in_turn(ours, theirs)
-
-
-def trainer_row() -> tuple[str, float, float, float]:
-    """One optimizer step on 64 documents of 32 to 128 tokens, tiny Qwen3-MoE of the quickstart."""
-    from transformers import AutoModelForCausalLM
-
-    from megatron_rl.cli.tiny import make_tiny
-    from megatron_rl.data.packing import pack_samples
-    from megatron_rl.records import Sample
-
-    folder = Path(tempfile.mkdtemp())
-    model_path = make_tiny(folder, seed=0, num_train=16, num_heldout=8).model
-    hf_model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    hf_model.set_experts_implementation("grouped_mm")
-    random = np.random.default_rng(0)
-    samples = []
-    for index in range(64):
-        ids = random.integers(10, 500, int(random.integers(32, 129))).astype(np.int32)
-        mask = np.ones(len(ids), dtype=bool)
-        mask[0] = False
-        samples.append(Sample(str(index), ids, mask))
-    batch = pack_samples(samples, capacity=16384)[0]
-    return "trainer step, 64 documents, against HF (grouped_mm experts)", *in_turn(
-        _megatron_step(model_path, batch), _hf_step(hf_model, samples)
+def head_rows(rounds: int) -> Rows:
+    """The log-prob head, entropy included."""
+    table = Rows(
+        "log-prob head, forward and backward, 1 thread", ["sizes", "dtype", "ours, s", "plain, s", "ratio"], []
     )
+    for sizes in HEAD_SIZES:
+        for dtype in (torch.float32, torch.bfloat16):
+            ours, plain, ratio = head.measure(*sizes, dtype=dtype, rounds=rounds)
+            name = "T={} H={} V={}".format(*sizes)
+            table.rows.append([name, str(dtype)[6:], f"{ours:.3f}", f"{plain:.3f}", f"{ratio:.2f}x"])
+    return table
 
 
-def _megatron_step(model_path: Path, batch) -> Callable[[], None]:
-    from megatron_rl.distributed.config import ParallelConfig
-    from megatron_rl.distributed.device import init_process_group, start_platform
-
-    platform = start_platform("cpu")
-    init_process_group(platform)
-    from megatron_rl.checkpoint.convert import load_hf
-    from megatron_rl.distributed.groups import build_groups
-    from megatron_rl.loss.head import sft_loss
-    from megatron_rl.model.build import build_model
-    from megatron_rl.model.config import ModelConfig
-    from megatron_rl.model.forward import DeviceBatch, taken_logprobs
-    from megatron_rl.trainer.config import OptimizerConfig
-    from megatron_rl.trainer.optim import PolicyOptimizer
-    from megatron_rl.trainer.step import train_step
-
-    parallel = ParallelConfig()
-    groups = build_groups(parallel, platform, seed=0)
-    model = build_model(ModelConfig(path=str(model_path)), parallel, groups, platform)
-    load_hf(model, model_path, groups)
-    policy = PolicyOptimizer(model, groups, OptimizerConfig(lr=1e-4))
-    mask = torch.tensor(batch.loss_mask)
-
-    def loss(packed):
-        out = taken_logprobs(policy.ddp, DeviceBatch.from_packed(packed, platform.device), groups)
-        return sft_loss(out.logp, mask, denominator=packed.num_trained), {}
-
-    def step() -> None:
-        train_step(policy, [batch], loss, lr=1e-4)
-
-    return step
+def machine() -> str:
+    """Processor, cores and versions, without names of hosts."""
+    models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    kind = models[0] if models else platform.machine()
+    return f"{kind}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
 
 
-def _hf_step(model, samples) -> Callable[[], None]:
-    """Padded batch, as a plain loop has it; documents sorted by length so that padding costs little."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ordered = sorted(samples, key=lambda s: len(s.token_ids))
-    batches = []
-    for start in range(0, len(ordered), 16):
-        part = ordered[start : start + 16]
-        longest = max(len(s.token_ids) for s in part)
-        ids, labels = torch.zeros(len(part), longest, dtype=torch.long), torch.full((len(part), longest), -100)
-        for row, sample in enumerate(part):
-            tokens = torch.tensor(sample.token_ids, dtype=torch.long)
-            ids[row, : len(tokens)], labels[row, 1 : len(tokens)] = tokens, tokens[1:]
-        batches.append((ids, labels))
-    total = sum(int((labels != -100).sum()) for _, labels in batches)
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.exists() else []
 
-    def step() -> None:
-        optimizer.zero_grad()
-        for ids, labels in batches:
-            logits = model(ids).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-            (loss / total).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
 
-    return step
+def show(table: Rows) -> None:
+    drawn = Table(title=table.title)
+    for column in table.columns:
+        drawn.add_column(column, justify="left" if column == table.columns[0] else "right")
+    for row in table.rows:
+        drawn.add_row(*row)
+    Console(width=120).print(drawn)
+
+
+def as_markdown(table: Rows) -> str:
+    lines = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
+    return "\n".join([f"**{table.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def write_page(tables: list[Rows], rounds: int) -> None:
+    """Replaces what lies between the page's two marks."""
+    begin, end = "<!-- measured by: make bench -->", "<!-- end of measurements -->"
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    parts = [f"{machine()}; medians of {rounds} rounds.", *(as_markdown(table) for table in tables)]
+    PAGE.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
 
 
 def main() -> None:
-    """Prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="measured steps of each side")
+    parser.add_argument("--family", choices=get_args(TinyFamily), action="append", help="default: all")
+    parser.add_argument("--layouts", default="", help="only layouts whose name holds this text")
+    parser.add_argument("--docs", action="store_true", help="also write docs/performance.md")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title=f"ours against theirs, one thread, float32, median of {ROUNDS} pairs")
-    for column in ("what", "ours, s", "theirs, s", "theirs / ours"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    rows = [trainer_row(), head_row(4096, 128, 512), head_row(4096, 512, 32768)]
-    for name, ours, theirs, ratio in rows:
-        table.add_row(name, f"{ours:.3f}", f"{theirs:.3f}", f"{ratio:.2f}x")
-    Console().print(table)
+    tables = []
+    for family in options.family or get_args(TinyFamily):
+        tables.append(trainer_rows(family, options.rounds, options.layouts))
+        show(tables[-1])
+    tables.append(head_rows(options.rounds))
+    show(tables[-1])
+    if options.docs:
+        write_page(tables, options.rounds)
 
 
 if __name__ == "__main__":

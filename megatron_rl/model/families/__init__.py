@@ -4,11 +4,12 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.model.families.family import Family, WeightPart
+from megatron_rl.model.families.glm4_moe import GLM4_MOE
 from megatron_rl.model.families.qwen3_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES", "Family", "WeightPart", "family_for"]
 
-FAMILIES = {family.architecture: family for family in (QWEN3_MOE,)}
+FAMILIES = {family.architecture: family for family in (GLM4_MOE, QWEN3_MOE)}
 
 
 def family_for(hf_config: dict[str, Any]) -> Family:

@@ -21,14 +21,22 @@ class WeightPart:
     shape: tuple[int, ...]
     """Shape of the whole HF tensor."""
     params: tuple[str, ...]
-    """Names the Megatron parameter may have; which one depends on the layer implementation. For an expert the name
-    of the linear layer: either a stack [experts of this rank, out, in] or one `weight<i>` per expert of this rank."""
+    """Names the Megatron parameter or buffer may have, with layers numbered over the whole model; which one depends on
+    the layer implementation. For an expert the name of the linear layer: either a stack with the experts of this rank
+    first, or one `weight<i>` per expert of this rank."""
     split: Split = "whole"
     """How the shards of tensor-parallel ranks join: along dimension 0 (rows), 1 (columns), or every rank has all."""
     part: Callable[[Tensor], Tensor] = lambda param: param
     """The view of this rank's parameter that holds its shard; reshaping it to the shard's shape keeps the order."""
     expert: int | None = None
-    """Global expert number; None for what every expert-parallel rank holds."""
+    """Global expert number; None for what every expert-parallel rank holds. An expert's split is over the
+    expert-tensor-parallel ranks, any other over the tensor-parallel ranks."""
+    layer: int | Literal["first", "last"] = "first"
+    """Number of its layer, counted over the whole model; for what is in no layer, the pipeline stage that has it."""
+    dtype: str | None = None
+    """torch's name of the dtype, where it is not the model's: float32 for the expert bias."""
+    copy_on_last: str | None = None
+    """Parameter of the last stage that must equal it where first and last stage differ: the head of a tied model."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class Family:
     transformer_kwargs: Callable[[HfConfig], dict[str, Any]]
     """Arguments of Megatron's TransformerConfig."""
     model_kwargs: Callable[[HfConfig], dict[str, Any]]
-    """Arguments of Megatron's GPTModel: vocabulary, lengths, RoPE base, tied embeddings."""
+    """Arguments of Megatron's GPTModel: vocabulary, lengths, RoPE, tied embeddings."""
     weight_parts: Callable[[HfConfig], list[WeightPart]]
     """Every HF tensor of the model, sorted by name; equal on every rank."""
-    redundant_tensors: Callable[[HfConfig], dict[str, tuple[int, ...]]]
-    """HF tensors that a file may hold and the model does not need, such as the head of a tied model."""
+    is_redundant: Callable[[HfConfig, str], bool]
+    """Whether files may hold a tensor of this name that the model does not need, such as the head of a tied model."""

@@ -1,0 +1,117 @@
+"""What must be equal for a checkpoint to fit a run, and how large one is. Imports no Megatron."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.folders import META_NAME, latest_checkpoint, reading
+from megatron_rl.config import ConfigError
+from megatron_rl.model.families import family_for
+from megatron_rl.model.families.family import HfConfig
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+_TEMPLATE_PATTERN = "chat_template*"
+_TOKENIZER_SETTINGS = ("chat_template", "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens")
+
+
+def describe_model(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
+    """What a state is the state of; the digest covers every tensor's name and shape. dtype is torch's name."""
+    family = family_for(hf_config)
+    sizes = family.transformer_kwargs(hf_config)
+    shapes = json.dumps([(part.name, part.shape) for part in family.weight_parts(hf_config)])
+    return {
+        "architecture": family.architecture,
+        "num_layers": sizes["num_layers"],
+        "hidden_size": sizes["hidden_size"],
+        "num_experts": sizes["num_moe_experts"],
+        "vocab_size": family.model_kwargs(hf_config)["vocab_size"],
+        "dtype": dtype,
+        "tensors": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+    }
+
+
+def describe_tokenizer(folder: Path) -> dict[str, str]:
+    """File name -> digest of what decides about a text's tokens: vocabulary, special tokens, chat template.
+
+    Of tokenizer_config.json only those settings count: libraries write their own version and paths into it.
+    """
+    files = [folder / name for name in _TOKENIZER_FILES] + sorted(folder.rglob(_TEMPLATE_PATTERN))
+    digests = {file.name: _digest(file.read_bytes()) for file in files if file.is_file()}
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        tree = json.loads(settings.read_text(encoding="utf-8"))
+        chosen = {key: tree[key] for key in sorted(tree) if key in _TOKENIZER_SETTINGS or key.endswith("_token")}
+        digests[settings.name] = _digest(json.dumps(chosen, sort_keys=True).encode())
+    return digests
+
+
+def check_same(path: Path, saved: Mapping[str, Any], *, model: Mapping[str, Any], tokenizer: Mapping[str, str]) -> None:
+    """ConfigError when the checkpoint at path, whose meta.json is saved, is of another model or tokenizer.
+
+    A checkpoint that says nothing about its tokenizer is accepted: none was recorded for it.
+    """
+    there = saved["model"]
+    different = [f"{key} {there.get(key)} there, {model[key]} here" for key in model if there.get(key) != model[key]]
+    if different:
+        raise ConfigError(
+            f"checkpoint {path} must be of the model that the run file names, got: {'; '.join(different)}; "
+            "restore model.path and model.dtype, or start in another run folder"
+        )
+    recorded = saved.get("tokenizer", tokenizer)
+    changed = sorted(name for name in recorded.keys() | tokenizer.keys() if recorded.get(name) != tokenizer.get(name))
+    if changed:
+        raise ConfigError(
+            f"checkpoint {path} must be resumed with the tokenizer it was trained with, got other contents of "
+            f"{', '.join(changed)} in model.path; restore them, or start in another run folder"
+        )
+
+
+def check_resumable(run_dir: Path, model_path: Path, hf_config: HfConfig, dtype: str) -> None:
+    """ConfigError when the newest checkpoint of the run folder is not of this model, dtype and tokenizer."""
+    path = latest_checkpoint(Path(run_dir) / "checkpoints")
+    if path is None:
+        return
+    with reading(path):
+        saved = json.loads((path / META_NAME).read_text(encoding="utf-8"))
+        model, tokenizer = describe_model(hf_config, dtype), describe_tokenizer(Path(model_path))
+        check_same(path, saved, model=model, tokenizer=tokenizer)
+
+
+def num_parameters(hf_config: HfConfig) -> int:
+    """Numbers in all weights of the model."""
+    return sum(math.prod(part.shape) for part in family_for(hf_config).weight_parts(hf_config))
+
+
+def checkpoint_bytes(hf_config: HfConfig, dtype: str) -> int:
+    """Weights and two float32 moments: 12 bytes a parameter in float32; in bfloat16 14, with float32 master weights."""
+    itemsize = getattr(torch, dtype).itemsize
+    return num_parameters(hf_config) * (itemsize + 8 + (0 if itemsize == 4 else 4))
+
+
+def check_disk_space(run_dir: Path, hf_config: HfConfig, dtype: str, *, export: bool) -> None:
+    """ConfigError when the run folder's disk has no room for one checkpoint and, if wanted, the exported weights."""
+    needed = checkpoint_bytes(hf_config, dtype)
+    if export:
+        needed += num_parameters(hf_config) * getattr(torch, dtype).itemsize
+    folder = next(path for path in [Path(run_dir).absolute(), *Path(run_dir).absolute().parents] if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        what = "one checkpoint and the exported weights" if export else "one checkpoint"
+        raise ConfigError(
+            f"the disk of run.dir {run_dir} must have room for {what}, {_gib(needed)}, got {_gib(free)} free; "
+            "make room or choose another run.dir"
+        )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

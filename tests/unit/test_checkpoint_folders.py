@@ -1,0 +1,117 @@
+"""Checkpoint folders: which are kept, what a killed save leaves, whether a run fits what it would resume from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.checkpoint.config import CheckpointConfig
+from megatron_rl.checkpoint.folders import (
+    begin_folder,
+    checkpoints,
+    complete_folder,
+    latest_checkpoint,
+    partial_folder,
+    remove_leftovers,
+    remove_old,
+    step_folder,
+)
+from megatron_rl.checkpoint.identity import (
+    check_disk_space,
+    check_resumable,
+    checkpoint_bytes,
+    describe_model,
+    describe_tokenizer,
+    num_parameters,
+)
+from megatron_rl.config import ConfigError
+
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "norm_topk_prob": True,
+}
+
+
+def save(folder: Path, step: int) -> Path:
+    """A checkpoint that is nothing but complete."""
+    target = step_folder(folder, step)
+    begin_folder(target)
+    (partial_folder(target) / "meta.json").write_text("{}")
+    complete_folder(target)
+    return target
+
+
+def test_the_newest_are_kept_and_every_nth_for_ever(tmp_path: Path) -> None:
+    config = CheckpointConfig(every_steps=2, keep_last=2, keep_every_steps=6)
+    for step in range(2, 20, 2):
+        save(tmp_path, step)
+        remove_old(tmp_path, config)
+    assert [path.name for path in checkpoints(tmp_path)] == [f"step_{step:06}" for step in (6, 12, 16, 18)]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
+    newest = save(tmp_path, 2)
+    begin_folder(step_folder(tmp_path, 4))
+    (partial_folder(step_folder(tmp_path, 4)) / "meta.json").write_text("{}")
+    save(tmp_path, 1).rename(tmp_path / "step_000001.old")
+    assert latest_checkpoint(tmp_path) == newest
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [newest]
+
+
+def tokenizer(folder: Path, **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": "x", **settings}))
+    return folder
+
+
+def test_only_what_decides_about_tokens_makes_a_tokenizer_another(tmp_path: Path) -> None:
+    same = describe_tokenizer(tokenizer(tmp_path / "same"))
+    assert describe_tokenizer(tokenizer(tmp_path / "newer", transformers_version="9")) == same
+    for name, settings in {"end": {"eos_token": "</s>"}, "template": {"chat_template": "y"}}.items():
+        assert describe_tokenizer(tokenizer(tmp_path / name, **settings)) != same
+    (tmp_path / "same" / "tokenizer.json").write_text("[]")
+    assert describe_tokenizer(tmp_path / "same") != same
+
+
+def test_a_run_is_refused_that_does_not_fit_its_newest_checkpoint(tmp_path: Path) -> None:
+    """Before anything starts, naming what differs; a checkpoint without a tokenizer on record fits any."""
+    model_path = tokenizer(tmp_path / "model")
+    check_resumable(tmp_path, model_path, QWEN, "float32")
+    saved = save(tmp_path / "checkpoints", 4)
+    meta = {"model": describe_model(QWEN, "float32"), "tokenizer": describe_tokenizer(model_path)}
+    (saved / "meta.json").write_text(json.dumps(meta))
+    check_resumable(tmp_path, model_path, QWEN, "float32")
+    with pytest.raises(ConfigError, match="dtype float32 there, bfloat16 here"):
+        check_resumable(tmp_path, model_path, QWEN, "bfloat16")
+    with pytest.raises(ConfigError, match="num_layers 2 there, 3 here"):
+        check_resumable(tmp_path, model_path, {**QWEN, "num_hidden_layers": 3}, "float32")
+    other = tokenizer(tmp_path / "other", eos_token="</s>")
+    with pytest.raises(ConfigError, match=r"step_000004 must be .* tokenizer_config.json"):
+        check_resumable(tmp_path, other, QWEN, "float32")
+    (saved / "meta.json").write_text(json.dumps({"model": meta["model"]}))
+    check_resumable(tmp_path, other, QWEN, "float32")
+
+
+def test_a_run_needs_room_for_a_checkpoint_and_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = num_parameters(QWEN)
+    assert checkpoint_bytes(QWEN, "float32") == 12 * count
+    assert checkpoint_bytes(QWEN, "bfloat16") == 14 * count
+    usage = type("Usage", (), {"free": 13 * count})
+    monkeypatch.setattr("shutil.disk_usage", lambda _folder: usage)
+    check_disk_space(tmp_path / "not" / "yet", QWEN, "float32", export=False)
+    with pytest.raises(ConfigError, match="one checkpoint and the exported weights"):
+        check_disk_space(tmp_path, QWEN, "float32", export=True)
