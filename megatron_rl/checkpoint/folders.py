@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.config import CheckpointConfig
-from megatron_rl.config import ConfigError, DataError
+from megatron_rl.config import ConfigError, DataError, RunError
 
 META_NAME = "meta.json"
 """Written last into a training checkpoint: what it is a checkpoint of."""
@@ -78,18 +78,25 @@ def new_folder(target: Path, *, collective: bool = False) -> Iterator[Path]:
     """Yields an empty folder that takes target's name, and its place, when the block ends without an exception.
 
     collective: every rank enters; rank 0 makes and renames the folder and the others wait for it. What a killed writer
-    has left behind is removed by the next one.
+    has left behind is removed by the next one. RunError, and nothing left, where the disk does not take it.
     """
     partial = partial_folder(target)
     writes = not collective or dist.get_rank() == 0
-    if writes:
-        begin_folder(target)
-    _wait(collective)
-    yield partial
-    _wait(collective)
-    if writes:
-        complete_folder(target)
-    _wait(collective)
+    try:
+        if writes:
+            begin_folder(target)
+        _wait(collective)
+        yield partial
+        _wait(collective)
+        if writes:
+            complete_folder(target)
+        _wait(collective)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(
+            f"{target} must be written whole, got: {error.strerror or error}; make room there or mend the disk, "
+            "then start again"
+        ) from error
 
 
 def partial_folder(target: Path) -> Path:

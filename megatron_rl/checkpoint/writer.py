@@ -14,7 +14,6 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_rl.checkpoint.config import CheckpointConfig
 from megatron_rl.checkpoint.snapshot import Buffers, Snapshot, take_snapshot, write_snapshot
-from megatron_rl.config import RunError
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.model.policy import PolicyModel
 
@@ -30,7 +29,7 @@ class CheckpointWriter:
         self._group: Any = dist.new_group(backend="gloo")
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
-        self._error: RunError | None = None
+        self._error: BaseException | None = None
 
     def save(self, step: int, *, model: PolicyModel, optimizer: MegatronOptimizer, extra: Mapping[str, bytes]) -> None:
         """The state after `step` optimizer steps, as it is now; extra: file name -> bytes, rank 0's are kept.
@@ -71,5 +70,5 @@ class CheckpointWriter:
     def _write(self, snapshot: Snapshot) -> None:
         try:
             write_snapshot(self._folder, snapshot, self._config, self._group)
-        except RunError as error:
+        except BaseException as error:  # whatever it is, wait raises it: a thread's own would be lost
             self._error = error

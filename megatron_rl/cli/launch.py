@@ -14,7 +14,7 @@ import yaml
 from megatron_rl.checkpoint.folders import META_NAME, checkpoint_step, latest_checkpoint
 from megatron_rl.cli.output_folder import check_folder
 from megatron_rl.cli.preflight import changed_keys, check_rl, check_sft
-from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
+from megatron_rl.cli.runs import CONFIG_FILE, RlRun, RunConfig, SftRun
 from megatron_rl.cli.supervisor import SAVE_S, Part, PartHandle, RunLock, Supervisor
 from megatron_rl.config import ConfigError, ConfigModel
 from megatron_rl.config.load import dump_config
@@ -23,8 +23,6 @@ from megatron_rl.telemetry.progress import follow
 from megatron_rl.telemetry.report import build_report
 from megatron_rl.telemetry.sinks import read_metrics, write_status
 from megatron_rl.trainer.config import TrainerConfig
-
-CONFIG_FILE = "config.yaml"
 
 
 def run_sft(run: SftRun) -> Path:

@@ -3,18 +3,28 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.cli.runs import RunConfig
-from megatron_rl.config import ConfigError
+from megatron_rl.cli.runs import CONFIG_FILE, RunConfig
+from megatron_rl.config import ConfigError, ConfigModel
+from megatron_rl.config.load import dump_config
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import Platform, init_process_group, start_platform
 
 if TYPE_CHECKING:
     from megatron_rl.distributed.groups import ParallelGroups
+
+
+def record_config(run: ConfigModel, folder: Path, given: str) -> None:
+    """RUN/config.yaml from rank 0, unless that is the config it was given: then the command has written it."""
+    path = folder / CONFIG_FILE
+    if os.environ.get("RANK", "0") == "0" and Path(given).resolve() != path.resolve():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump_config(run), encoding="utf-8")
 
 
 @contextmanager

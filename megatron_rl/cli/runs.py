@@ -18,6 +18,9 @@ from megatron_rl.rollout.run import RolloutConfig
 from megatron_rl.trainer.config import RlTrainerConfig, SftTrainerConfig
 from megatron_rl.weight_sync.config import WeightSyncConfig
 
+CONFIG_FILE = "config.yaml"
+"""In a run folder: the resolved config of the last start."""
+
 
 class RunConfig(ConfigModel):
     """Where a run lives and what it runs on."""

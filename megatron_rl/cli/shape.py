@@ -9,7 +9,6 @@ from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig, check_world
 from megatron_rl.engine.server import check_engine
 from megatron_rl.model.families import family_for
-from megatron_rl.model.stages import stage_layers
 
 
 def check_sft_shape(run: SftRun, hf_config: dict[str, Any]) -> None:
@@ -42,10 +41,8 @@ def check_rl_shape(run: RlRun, hf_config: dict[str, Any]) -> None:
 
 
 def _check_layout(hf_config: dict[str, Any], run: RunConfig, parallel: ParallelConfig) -> None:
-    family = family_for(hf_config)
     check_world(parallel, run.processes)
-    family.check_parallel(hf_config, parallel)
-    stage_layers(family.transformer_kwargs(hf_config)["num_layers"], parallel.pipeline)
+    family_for(hf_config).check_parallel(hf_config, parallel)
 
 
 def _check_context(hf_config: dict[str, Any], context_length: int, key: str) -> None:

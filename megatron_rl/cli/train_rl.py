@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rl.cli.rank import start_rank
+from megatron_rl.cli.rank import record_config, start_rank
 from megatron_rl.cli.runs import RlRun
 from megatron_rl.cli.user_errors import run_with_user_errors
 from megatron_rl.config import ConfigError
@@ -18,6 +18,7 @@ def train(arguments: list[str]) -> None:
             "on one machine start everything with: megatron-rl rl CONFIG"
         )
     with start_rank(run.run, run.parallel) as (platform, groups):
+        record_config(run, run.run.folder, arguments[0])
         # Megatron-Core may be imported only after the platform was chosen.
         from megatron_rl.trainer.rl import RlJob, RlTrainer
 

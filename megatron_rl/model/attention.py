@@ -71,7 +71,7 @@ class PackedAttention(MegatronModule):
             q, k, v = (
                 x[at].transpose(1, 2) for x, at in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
             )
-            out = _softmax_attention(q, k, v, attn_mask=bucket.visible, scale=self.softmax_scale)
+            out = softmax_attention(q, k, v, attn_mask=bucket.visible, scale=self.softmax_scale)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)[context.cell_of_token].flatten(1).unsqueeze(1)
 
@@ -85,11 +85,11 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """[cells of the bucket, heads, head_dim]"""
         q, k, v = (x[span].unflatten(0, (num_documents, length)).transpose(1, 2) for x in (query, key, value))
-        out = _softmax_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        out = softmax_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)
 
 
-def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """[documents, heads, queries, head_dim], in float32 where that is faster and then rounded to query's dtype."""
     dtype = query.dtype
     if key.shape[2] < FLOAT32_BELOW:

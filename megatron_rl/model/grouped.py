@@ -35,7 +35,7 @@ class GroupedProduct(torch.autograd.Function):
 
 def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
     """num_rows rounded up by at most a sixteenth (to 16 below 256); as it is in float32, which compiles nothing."""
-    if dtype == torch.float32:
+    if dtype.itemsize >= 4:
         return num_rows
     step = max(16, 1 << max(0, num_rows.bit_length() - 5))
     return -(-num_rows // step) * step

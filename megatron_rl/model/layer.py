@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_rl.config import ConfigError
 from megatron_rl.model.attention import PackedAttention
 from megatron_rl.model.experts import ExpertLayer
 from megatron_rl.model.mlp import SwiGluMLP
@@ -62,27 +61,11 @@ class PackedLayer(TransformerLayer):
 
 
 def cpu_block_spec(config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
-    """The layers of this number, counted over the whole model from 0, and the final norm.
-
-    ConfigError for sizes that torch's grouped product refuses.
-    """
-    _check_row_sizes(config)
+    """The layers of this number, counted over the whole model from 0, and the final norm."""
     frequency = config.moe_layer_freq
     specs = {has_experts: _layer_spec(config, has_experts=has_experts) for has_experts in (False, True)}
     has_experts = [layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer]) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=[specs[x] for x in has_experts], layer_norm=RMSNorm)  # type: ignore[arg-type]
-
-
-def _check_row_sizes(config: TransformerConfig) -> None:
-    ways = config.expert_tensor_parallel_size or 1
-    inner = (config.moe_ffn_hidden_size or 0) // ways
-    share = f" / parallel.expert_tensor={ways}" if ways > 1 else ""
-    for name, size in (("hidden_size", config.hidden_size), (f"moe_intermediate_size{share}", inner)):
-        if size * config.params_dtype.itemsize % 16:
-            raise ConfigError(
-                f"{name} must make rows of a multiple of 16 bytes on the CPU, got {size} of {config.params_dtype}; "
-                f"choose {'another parallel.expert_tensor' if share else 'a model whose sizes are multiples of 8'}"
-            )
 
 
 def _layer_spec(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:

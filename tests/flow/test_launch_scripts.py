@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_rl.engine.server import free_port
 
@@ -120,6 +121,9 @@ def test_two_nodes_train_like_one_and_like_slurm(
     assert [step for step, *_ in losses(tmp_path / "one")] == [1, 2, 3, 4]
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
     assert losses(tmp_path / "slurm") == losses(tmp_path / "one")
+    for name in ("one", "two", "slurm"):
+        recorded = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
+        assert recorded["run"]["processes"] == 2 and recorded["trainer"]["steps"] == 4
 
 
 @pytest.mark.parametrize("name", ["sft_torchrun.sh", "sft_slurm.sh"])

@@ -1,5 +1,6 @@
 """Checkpoint folders: which are kept, what a killed save leaves, whether a run fits what it would resume from."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megatron_rl.checkpoint.folders import (
     checkpoints,
     complete_folder,
     latest_checkpoint,
+    new_folder,
     partial_folder,
     remove_leftovers,
     remove_old,
@@ -25,7 +27,7 @@ from megatron_rl.checkpoint.identity import (
     describe_tokenizer,
     num_parameters,
 )
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, RunError
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -69,6 +71,20 @@ def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes_with_the_next(tmp
     assert latest_checkpoint(tmp_path) == newest
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == [newest]
+
+
+def test_a_folder_that_the_disk_does_not_take_is_named_and_the_old_one_stays(tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    with new_folder(target) as partial:
+        (partial / "weights").write_text("old")
+    with (
+        pytest.raises(RunError, match=f"{target} must be written whole, got: No space left on device; make room"),
+        new_folder(target) as partial,
+    ):
+        (partial / "weights").write_text("ne")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (target / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def tokenizer(folder: Path, **settings: Any) -> Path:

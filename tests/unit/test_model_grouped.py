@@ -1,6 +1,7 @@
 """Rows times their experts' matrices, against float64 expert by expert, for any number of rows each."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.model.grouped import GroupedProduct, padded_rows
 
@@ -66,6 +68,42 @@ def test_every_output_is_written(counts: list[int]) -> None:
     assert torch.equal(got[0], torch.full_like(got[0], INNER))
     assert torch.equal(got[1], torch.full_like(got[1], OUT))
     assert torch.equal(got[2], torch.tensor(counts).bfloat16()[:, None, None].expand_as(got[2]))
+
+
+class RowsOfProducts(TorchDispatchMode):
+    """Collects over how many rows matrix products run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::mm":
+            left, right = args[:2]
+            self.seen.add(left.shape[1] if left.shape[0] == OUT and right.shape[1] == INNER else left.shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@given(counts=COUNTS)
+def test_every_product_of_bfloat16_has_a_rounded_number_of_rows(counts: list[int]) -> None:
+    rows, weight = torch.ones(sum(counts), INNER).bfloat16(), torch.ones(len(counts), OUT, INNER).bfloat16()
+    with RowsOfProducts() as products:
+        product_and_gradients(
+            lambda r, w: GroupedProduct.apply(r, w, counts), rows, weight, torch.ones(sum(counts), OUT).bfloat16()
+        )
+    assert products.seen <= {padded_rows(count, torch.bfloat16) for count in counts}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_may_have_any_sizes(dtype: torch.dtype) -> None:
+    """torch's grouped product wants rows of a multiple of 16 bytes."""
+    counts, generator = [20, 0, 17], torch.Generator().manual_seed(0)
+    rows, weight = (
+        torch.randn(37, 7, generator=generator).to(dtype),
+        torch.randn(3, 5, 7, generator=generator).to(dtype),
+    )
+    want = by_hand(counts)(rows.double(), weight.double())
+    assert (GroupedProduct.apply(rows, weight, counts) - want).abs().max() < 8 * torch.finfo(dtype).eps
 
 
 def test_infinite_rows_of_one_expert_leave_the_outputs_of_the_others_alone() -> None:

@@ -43,7 +43,6 @@ LAYOUTS = {
     "1 process": Layout(),
     "1 process, bfloat16": Layout(dtype="bfloat16"),
     "1 process, 2 threads": Layout(threads=2),
-    "1 process, 2 threads, bfloat16": Layout(dtype="bfloat16", threads=2),
     "DP2": Layout(),
     "DP2, bfloat16": Layout(dtype="bfloat16"),
     "EP2": Layout(sizes=(("expert", 2),)),
