@@ -128,11 +128,6 @@ class ParallelGroups:
         """Holds the head."""
         return self.pp_rank == self.pp_size - 1
 
-    @property
-    def sequence_multiple(self) -> int:
-        """Tokens of a packed batch must be a multiple of this."""
-        return self.tp_size * self.cp_size * (2 if self.cp_size > 1 else 1)
-
 
 def build_groups(config: ParallelConfig, platform: Platform, *, seed: int) -> ParallelGroups:
     """Cuts the initialised world into groups and seeds Megatron's random states. Collective; once per process.

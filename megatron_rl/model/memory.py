@@ -67,7 +67,8 @@ def stage_memory(
     sizes, parts = family.transformer_kwargs(hf_config), family.weight_parts(hf_config)
     layers = stage_layers(sizes["num_layers"], parallel.pipeline)
     moe_layers = {part.layer for part in parts if part.expert is not None}
-    # One copy of the dense weights is spread over data- and context-parallel ranks, of an expert over those that hold it.
+    # The optimizer state of dense weights is spread over data- and context-parallel ranks, of an expert over those that
+    # hold it.
     dense_copies = world_size // (parallel.tensor * parallel.pipeline)
     expert_copies = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
     state_bytes = 8 + (4 if model.dtype == "bfloat16" else 0)

@@ -98,6 +98,7 @@ def assert_numbers_agree(run_dir: Path) -> None:
         assert record["weights/probe_max_error"] <= 1e-4, record
 
 
+@pytest.mark.timeout(900)
 def test_a_run_survives_every_death_and_both_sides_agree(
     sft_run: Path, tmp_path: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,7 @@ def our_step(model_path: Path, layout: Layout, steps: list[Any], groups: Any, pl
             samples,
             capacity=-(-largest // ways // 64) * 64 + 64,
             data_parallel_size=layout.replicas,
-            pad_multiple=groups.sequence_multiple,
+            pad_multiple=groups.tp_size,
             pad_id=0,
         )[groups.dp_rank]
         for samples in steps
