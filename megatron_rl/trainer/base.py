@@ -97,6 +97,8 @@ class PolicyTrainer:
         """Into metrics.jsonl, under the current step."""
         if self._metrics is not None:
             self._metrics.write(self.step, metrics, phase=self.phase)
+        if self.policy.straggler.warning:
+            self.status(self.policy.straggler.warning)
 
     def status(self, text: str) -> None:
         """What the run does now, for the progress display."""

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config import RunError
 from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.loss.reduce import BrokenValuesError
 from megatron_rl.model.forward import DeviceBatch, head_logprobs
 from megatron_rl.model.pipeline import from_last_stage, run_microbatches, score_tokens
 from megatron_rl.records import PackedBatch
@@ -55,6 +57,14 @@ def evaluate(
     *,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Metrics of the microbatches without gradients, the same on all ranks that serve them."""
+    """Metrics of the microbatches without gradients, the same on all ranks that serve them.
+
+    RunError where the model gives a value that is not finite.
+    """
     outputs = (score_tokens(policy.ddp, DeviceBatch.from_packed(batch, device), groups) for batch in microbatches)
-    return merge_metrics([loss_function(out, batch)[1] for out, batch in zip(outputs, microbatches, strict=True)])
+    try:
+        return merge_metrics([loss_function(out, batch)[1] for out, batch in zip(outputs, microbatches, strict=True)])
+    except BrokenValuesError as error:
+        raise RunError(
+            f"the evaluated loss must be finite: {error}; restart, and the run resumes from its last checkpoint"
+        ) from error
