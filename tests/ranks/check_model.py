@@ -55,6 +55,7 @@ class Layout:
         )
 
 
+LR, OPTIMIZER = 1e-3, OptimizerConfig()
 MODELS = ("plain", "tied", "glm")
 LAYOUTS: dict[int, dict[str, Layout]] = {
     1: {
@@ -125,8 +126,8 @@ def per_document_logits(model: PolicyModel, answers: dict[str, Any], groups: Par
 def gradients(
     model: PolicyModel, answers: dict[str, Any], groups: ParallelGroups, num_microbatches: int
 ) -> dict[str, Any]:
-    """Gradients by HF name on rank 0, Megatron's norm of them, the loss, largest error of log-probs and entropies."""
-    policy = PolicyOptimizer(model, groups, OptimizerConfig())
+    """Gradients by HF name on rank 0, their norm, loss and largest errors; then a step of the distributed optimizer."""
+    policy = PolicyOptimizer(model, groups, OPTIMIZER)
     documents = parts_of(len(answers["lengths"]), groups.dp_size)[groups.dp_rank]
     microbatches = [
         batch_of(answers, range(documents.start + part.start, documents.start + part.stop), groups.tp_size)
@@ -153,9 +154,14 @@ def gradients(
     policy.optimizer.prepare_grads()
     loss = torch.tensor(sum(output[0] for output in outputs))
     dist.all_reduce(loss, group=groups.dp_group)
+    grads = {name: grad.clone() for name, grad in export_gradients(model, groups) if grad is not None}
+    grad_norm = float(policy.optimizer.get_grad_norm())  # type: ignore[arg-type]
+    policy.zero_grad()
+    run_microbatches(policy.ddp, batches, score, groups, train=True)
+    policy.step(LR, step=0)
     return {
-        "grads": {name: grad.clone() for name, grad in export_gradients(model, groups) if grad is not None},
-        "grad_norm": float(policy.optimizer.get_grad_norm()),  # type: ignore[arg-type]
+        "grads": grads,
+        "grad_norm": grad_norm,
         "loss": float(loss),
         "forwards": len(forwards) / len(batches),
         "logp_error": max(output[1] for output in outputs),
@@ -188,6 +194,25 @@ def exported_to_owners(model: PolicyModel, groups: ParallelGroups, reference: Pa
     return bool(verdict)
 
 
+def update_error(before: torch.Tensor, after: torch.Tensor, grad: torch.Tensor, grad_norm: float) -> float:
+    """How far AdamW's first step is from its closed form, in steps, where float32 knows the gradient well enough."""
+    clipped = grad.double() * min(1.0, OPTIMIZER.clip_grad / grad_norm)
+    expected = clipped / (clipped.abs() + OPTIMIZER.eps)
+    known = grad.abs() > 1e-3 * grad.abs().max()
+    return float(((before - after).double() / LR - expected)[known].abs().max())
+
+
+def tied_error(model: PolicyModel, groups: ParallelGroups) -> float:
+    """Largest difference between the copies of a tied embedding on the first and the last stage."""
+    if groups.pp_size == 1 or not model.share_embeddings_and_output_weights:
+        return 0.0
+    shape = (model.vocab_size // groups.tp_size, model.config.hidden_size)
+    mine = model.shared_embedding_or_output_weight()
+    copies = [torch.zeros(shape) for _ in range(groups.pp_size)]
+    dist.all_gather(copies, torch.zeros(shape) if mine is None else mine.detach(), group=groups.pp_group)
+    return float((copies[0] - copies[-1]).abs().max())
+
+
 def measure(name: str, layout: Layout, groups: ParallelGroups, root: Path, work: Path) -> dict[str, Any]:
     answers = torch.load(root / f"{name}.pt")
     config = ModelConfig(path=str(root / name), recompute=layout.recompute)
@@ -198,11 +223,14 @@ def measure(name: str, layout: Layout, groups: ParallelGroups, root: Path, work:
     alone = per_document_logits(model, answers, groups)
     owners_right = exported_to_owners(model, groups, root / name)
     convert.save_hf(model, work / "back", groups, source=root / name)
+    before = {name: tensor.clone() for name, tensor in export_hf(model, groups) if tensor is not None}
     got = gradients(model, answers, groups, layout.microbatches)
+    after = {name: tensor for name, tensor in export_hf(model, groups) if tensor is not None}
     grads, exact = got.pop("grads"), answers["grads"]
     result = {
         **got,
         "nan_before_load": nan_before,
+        "tied_error": tied_error(model, groups),
         "logits_error": float((packed - answers["logits"]).abs().max()),
         "packing_error": float((packed - alone).abs().max()),
         "owners_right": owners_right,
@@ -212,6 +240,9 @@ def measure(name: str, layout: Layout, groups: ParallelGroups, root: Path, work:
         "exact_grad_norm": float(torch.stack([g.norm() for g in exact.values()]).norm()),
     }
     if groups.rank == 0:
+        result["update_error"] = max(
+            update_error(before[n], after[n], exact[n], result["exact_grad_norm"]) for n in exact
+        )
         result["grad_names_equal"] = sorted(grads) == sorted(exact)
         errors = [float((grads[n] - exact[n]).norm() / exact[n].norm()) for n in grads]
         result["grad_error"] = float(np.max(errors))  # NaN if one is, where max() would hide it

@@ -56,6 +56,11 @@ def test_every_gradient_equals_transformers(result: dict[str, Any]) -> None:
     assert result["grad_error"] < 1e-5
 
 
+def test_a_step_of_the_distributed_optimizer_moves_every_weight_by_its_gradient(result: dict[str, Any]) -> None:
+    assert result["update_error"] < 1e-3
+    assert result["tied_error"] == 0, "both stages that hold a tied weight take the same step"
+
+
 @pytest.mark.parametrize("model", ["plain", "glm"])
 def test_recompute_runs_the_moe_layers_again(measured: dict[str, Any], model: str) -> None:
     forwards = {layout: measured[f"{layout}/{model}"]["forwards"] for layout in LAYOUTS}
