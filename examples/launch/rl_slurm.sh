@@ -11,6 +11,10 @@
 # Ten minutes before the end of its time this script gets SIGTERM and passes it to the ranks alone: they save a
 # checkpoint, for which they still ask the orchestrator. The next start of the same job resumes from it.
 set -euo pipefail
+if [[ -z ${SLURM_JOB_NODELIST:-} ]]; then
+    echo "error: this script must run inside a Slurm job, got none; start it with sbatch" >&2
+    exit 2
+fi
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 num_trainers=${TRAINER_NODES:-2}
 trainers=("${nodes[@]:0:num_trainers}")

@@ -10,6 +10,10 @@
 # Ten minutes before the end of its time, and when it is preempted, every rank gets SIGTERM and saves a checkpoint;
 # the next start of the same job resumes from it.
 set -euo pipefail
+if [[ -z ${SLURM_JOB_NODELIST:-} ]]; then
+    echo "error: this script must run inside a Slurm job, got none; start it with sbatch" >&2
+    exit 2
+fi
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 

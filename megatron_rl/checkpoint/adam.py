@@ -45,6 +45,6 @@ def _torch_states(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def _fused_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Transformer Engine's and Apex's AdamW count per group."""
-    parts = [part.optimizer for part in adam_optimizers(optimizer)]
-    return [group for part in parts if not isinstance(part, torch.optim.AdamW) for group in part.param_groups]
+    """Transformer Engine's and Apex's AdamW count per group, but not where this rank has no part of its parameters."""
+    parts = [part.optimizer for part in adam_optimizers(optimizer) if not isinstance(part.optimizer, torch.optim.AdamW)]
+    return [group for part in parts for group in part.param_groups if group["params"]]

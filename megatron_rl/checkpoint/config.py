@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.config import ConfigModel
 
@@ -18,6 +18,18 @@ class CheckpointConfig(ConfigModel):
     keep_last: int = Field(ge=1, default=2)
     """Newest checkpoints kept; older ones are removed after a save has succeeded."""
     keep_every_steps: int | None = Field(ge=1, default=None)
-    """Checkpoints of these steps and their multiples are kept for ever; null: only the newest ones are kept."""
+    """Checkpoints of these steps and their multiples are kept for ever, a multiple of every_steps; null: only the
+    newest ones are kept."""
     asynchronous: bool = False
     """Write while training goes on; costs a copy of weights and optimizer state in host memory."""
+
+    @model_validator(mode="after")
+    def _kept_steps_are_saved(self) -> "CheckpointConfig":
+        kept, every = self.keep_every_steps, self.every_steps
+        if kept is not None and kept % every:
+            nearest = max(1, round(kept / every)) * every
+            raise ValueError(
+                f"keep_every_steps must be a multiple of every_steps, got {kept} with a save every {every} steps; "
+                f"{nearest} is the nearest"
+            )
+        return self

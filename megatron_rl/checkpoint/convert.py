@@ -14,14 +14,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from megatron_rl.checkpoint.config import Direction
+from megatron_rl.checkpoint.conversion import start_conversion
 from megatron_rl.checkpoint.folders import META_NAME, STATE_NAME, new_folder, partial_folder
 from megatron_rl.checkpoint.hf_files import HfFiles
+from megatron_rl.checkpoint.identity import describe_model
 from megatron_rl.checkpoint.safetensors_file import SafetensorsReader
 from megatron_rl.checkpoint.stream import hf_of_checkpoint, pieces_of_hf
 from megatron_rl.checkpoint.torch_dist import write_pieces
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig
-from megatron_rl.distributed.device import PlatformKind, init_process_group, start_platform
+from megatron_rl.distributed.device import PlatformKind, init_process_group
 from megatron_rl.distributed.groups import ParallelGroups, build_groups
 from megatron_rl.model.build import build_from_config
 from megatron_rl.model.families import family_for
@@ -78,23 +80,24 @@ def convert(
     *,
     direction: Direction | None = None,
     hf_source: Path | None = None,
-    platform_kind: PlatformKind = "cpu",
+    platform_kind: PlatformKind | None = None,
     dtype: str | None = None,
 ) -> Path:
     """HF folder -> Megatron checkpoint folder, or that or a run's checkpoint -> HF folder. Returns target.
 
     Ranks that torchrun started share the work; none holds more than a layer, and a checkpoint is read by any parallel
     layout whoever wrote it. direction follows from what source holds where None. hf_source: a folder whose tokenizer
-    and companions go into an HF folder, source itself where None. dtype: of the result, that of config.json where
-    None; a checkpoint is converted to HF as it is. ConfigError or DataError when source does not fit, before anything
-    is written.
+    and companions go into an HF folder, source itself where None. platform_kind: of the runs that write or read the
+    checkpoint; None: what is recorded in source, else cpu. dtype: of the result, that of config.json where None; a
+    checkpoint is converted to HF as it is. ConfigError or DataError when source does not fit: before anything is
+    written, but for NaN, which is found on the way. No folder is left then.
     """
     source, target = Path(source), Path(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"a conversion must write into a new folder, got {target}, which exists; choose another")
     direction = direction or ("to_hf" if (source / STATE_NAME).is_dir() else "to_megatron")
     hf_config = check_model_folder(source) if direction == "to_megatron" else _check_megatron_folder(source)
-    platform = start_platform(platform_kind)
+    platform = start_conversion(source, platform_kind)
     init_process_group(platform)
     groups = build_groups(ParallelConfig(), platform, seed=0)
     stored = _stored_dtype(source, hf_config)
@@ -106,18 +109,23 @@ def convert(
     if to_hf:
         _write_hf(model, groups, source, target, companions=Path(hf_source or source), dtype=dtype or stored)
     else:
-        _write_megatron(model, groups, source, target)
+        _write_megatron(model, groups, source, target, platform.kind)
     return target
 
 
-def _write_megatron(model: PolicyModel, groups: ParallelGroups, source: Path, target: Path) -> None:
+def _write_megatron(
+    model: PolicyModel, groups: ParallelGroups, source: Path, target: Path, platform: PlatformKind
+) -> None:
+    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    meta = {"platform": platform, "model": describe_model(model.hf_config, dtype)}
     with SafetensorsReader(sorted(set(weight_files(source).values()))) as weights:
         check_available(model, weights.shapes)
         pieces = pieces_of_hf(model, groups, weights.read, share=groups.rank, num_shares=groups.world_size)
         with new_folder(target, collective=True) as partial:
             if groups.rank == 0:
                 (partial / STATE_NAME).mkdir()
-                _write_config(partial, model.hf_config, str(model.config.params_dtype).removeprefix("torch."))
+                _write_config(partial, model.hf_config, dtype)
+                (partial / META_NAME).write_text(json.dumps(meta, indent=2) + "\n")
                 copy_companions(source, partial)
             dist.barrier()
             write_pieces(partial / STATE_NAME, pieces)

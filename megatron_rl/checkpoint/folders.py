@@ -78,7 +78,8 @@ def new_folder(target: Path, *, collective: bool = False) -> Iterator[Path]:
     """Yields an empty folder that takes target's name, and its place, when the block ends without an exception.
 
     collective: every rank enters; rank 0 makes and renames the folder and the others wait for it. What a killed writer
-    has left behind is removed by the next one. RunError, and nothing left, where the disk does not take it.
+    has left behind is removed by the next one. After an exception nothing is left; RunError where the disk does not
+    take it.
     """
     partial = partial_folder(target)
     writes = not collective or dist.get_rank() == 0
@@ -91,8 +92,10 @@ def new_folder(target: Path, *, collective: bool = False) -> Iterator[Path]:
         if writes:
             complete_folder(target)
         _wait(collective)
-    except OSError as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise RunError(
             f"{target} must be written whole, got: {error.strerror or error}; make room there or mend the disk, "
             "then start again"

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.folders import META_NAME, latest_checkpoint, reading
+from megatron_rl.checkpoint.config import CheckpointConfig
+from megatron_rl.checkpoint.folders import META_NAME, checkpoints, latest_checkpoint, reading
 from megatron_rl.config import ConfigError
+from megatron_rl.distributed.device import PlatformKind
 from megatron_rl.model.families import family_for
 from megatron_rl.model.families.family import HfConfig
 
@@ -21,17 +23,17 @@ _TOKENIZER_SETTINGS = ("chat_template", "added_tokens_decoder", "extra_special_t
 
 
 def describe_model(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
-    """What a state is the state of; the digest covers every tensor's name and shape. dtype is torch's name."""
+    """What a state is the state of: every setting that the model computes with. dtype is torch's name.
+
+    The digest covers every tensor's name and shape.
+    """
     family = family_for(hf_config)
-    sizes = family.transformer_kwargs(hf_config)
+    settings = family.transformer_kwargs(hf_config) | family.model_kwargs(hf_config)
     shapes = json.dumps([(part.name, part.shape) for part in family.weight_parts(hf_config)])
     return {
         "architecture": family.architecture,
-        "num_layers": sizes["num_layers"],
-        "hidden_size": sizes["hidden_size"],
-        "num_experts": sizes["num_moe_experts"],
-        "vocab_size": family.model_kwargs(hf_config)["vocab_size"],
         "dtype": dtype,
+        **{key: getattr(value, "__name__", value) for key, value in sorted(settings.items())},
         "tensors": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
 
@@ -51,13 +53,27 @@ def describe_tokenizer(folder: Path) -> dict[str, str]:
     return digests
 
 
-def check_same(path: Path, saved: Mapping[str, Any], *, model: Mapping[str, Any], tokenizer: Mapping[str, str]) -> None:
-    """ConfigError when the checkpoint at path, whose meta.json is saved, is of another model or tokenizer.
+def check_same(
+    path: Path,
+    saved: Mapping[str, Any],
+    *,
+    model: Mapping[str, Any],
+    tokenizer: Mapping[str, str],
+    platform: PlatformKind,
+) -> None:
+    """ConfigError when the checkpoint at path, whose meta.json is saved, is of another platform, model or tokenizer.
 
-    A checkpoint that says nothing about its tokenizer is accepted: none was recorded for it.
+    A checkpoint that says nothing about its platform or tokenizer is accepted: none was recorded for it.
     """
+    if (saved_on := saved.get("platform", platform)) != platform:
+        raise ConfigError(
+            f"checkpoint {path} must be resumed on its own platform, got {platform}, but it was saved on {saved_on}, "
+            "which names its tensors otherwise; convert it to a Hugging Face folder and start from that"
+        )
     there = saved["model"]
-    different = [f"{key} {there.get(key)} there, {model[key]} here" for key in model if there.get(key) != model[key]]
+    different = [
+        f"{key} {there[key]} there, {model[key]} here" for key in model if key in there and there[key] != model[key]
+    ]
     if different:
         raise ConfigError(
             f"checkpoint {path} must be of the model that the run file names, got: {'; '.join(different)}; "
@@ -72,15 +88,17 @@ def check_same(path: Path, saved: Mapping[str, Any], *, model: Mapping[str, Any]
         )
 
 
-def check_resumable(run_dir: Path, model_path: Path, hf_config: HfConfig, dtype: str) -> None:
-    """ConfigError when the newest checkpoint of the run folder is not of this model, dtype and tokenizer."""
+def check_resumable(
+    run_dir: Path, model_path: Path, hf_config: HfConfig, dtype: str, *, platform: PlatformKind
+) -> None:
+    """ConfigError when the newest checkpoint of the run folder is not of this model, dtype, tokenizer and platform."""
     path = latest_checkpoint(Path(run_dir) / "checkpoints")
     if path is None:
         return
     with reading(path):
         saved = json.loads((path / META_NAME).read_text(encoding="utf-8"))
         model, tokenizer = describe_model(hf_config, dtype), describe_tokenizer(Path(model_path))
-        check_same(path, saved, model=model, tokenizer=tokenizer)
+        check_same(path, saved, model=model, tokenizer=tokenizer, platform=platform)
 
 
 def num_parameters(hf_config: HfConfig) -> int:
@@ -94,18 +112,26 @@ def checkpoint_bytes(hf_config: HfConfig, dtype: str) -> int:
     return num_parameters(hf_config) * (itemsize + 8 + (0 if itemsize == 4 else 4))
 
 
-def check_disk_space(run_dir: Path, hf_config: HfConfig, dtype: str, *, export: bool) -> None:
-    """ConfigError when the run folder's disk has no room for one checkpoint and, if wanted, the exported weights."""
-    needed = checkpoint_bytes(hf_config, dtype)
-    if export:
-        needed += num_parameters(hf_config) * getattr(torch, dtype).itemsize
+def check_disk_space(run_dir: Path, hf_config: HfConfig, dtype: str, *, config: CheckpointConfig, export: bool) -> None:
+    """ConfigError when the run folder's disk has no room for what the run writes: checkpoints and exported weights.
+
+    An old checkpoint goes when the new one is complete, so there are keep_last + 1 for a moment; those that are there
+    already need no more room. What keep_every_steps keeps comes on top: it grows with the run and is not counted.
+    """
+    num_new = max(1, config.keep_last + 1 - len(checkpoints(Path(run_dir) / "checkpoints")))
+    each, exported = checkpoint_bytes(hf_config, dtype), num_parameters(hf_config) * getattr(torch, dtype).itemsize
+    needed = num_new * each + (exported if export else 0)
     folder = next(path for path in [Path(run_dir).absolute(), *Path(run_dir).absolute().parents] if path.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        what = "one checkpoint and the exported weights" if export else "one checkpoint"
+        what = f"one more checkpoint of {_gib(each)}"
+        if num_new > 1:
+            what = f"{num_new} checkpoints of {_gib(each)}, one more than trainer.checkpoint.keep_last while it saves,"
+        if export:
+            what += f" and {_gib(exported)} of exported weights"
         raise ConfigError(
-            f"the disk of run.dir {run_dir} must have room for {what}, {_gib(needed)}, got {_gib(free)} free; "
-            "make room or choose another run.dir"
+            f"the disk of run.dir {run_dir} must have room for {what}, together {_gib(needed)}, got {_gib(free)} free; "
+            "make room, keep fewer or choose another run.dir"
         )
 
 

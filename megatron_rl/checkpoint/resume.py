@@ -39,10 +39,12 @@ def save_training_state(
     whose digest is kept too. RunError on every rank when it cannot be written.
     """
     # Launchers and the orchestrator use this module to look for checkpoints; Megatron takes seconds to import.
-    from megatron_rl.checkpoint.snapshot import take_snapshot, write_snapshot
+    from megatron_rl.checkpoint.snapshot import Snapshot, snapshot_together, take_snapshot, write_snapshot
 
-    snapshot = take_snapshot(step, model=model, optimizer=optimizer, groups=groups, extra=extra, model_path=model_path)
-    return write_snapshot(Path(folder), snapshot, config)
+    def take() -> Snapshot:
+        return take_snapshot(step, model=model, optimizer=optimizer, groups=groups, extra=extra, model_path=model_path)
+
+    return write_snapshot(Path(folder), snapshot_together(step, take), config)
 
 
 def load_training_state(
@@ -56,19 +58,19 @@ def load_training_state(
     """Fills model, optimizer and random states; returns (steps done, extra). Every rank reads what it holds.
 
     Another parallel layout may read it: weights and optimizer are the same numbers, but random states then stay those
-    of the seed. ConfigError when it is damaged, the state of another model or dtype, or was trained with another
-    tokenizer than that of model_path (None: not compared).
+    of the seed. ConfigError when it is damaged, was saved on another platform, is the state of another model or dtype,
+    or was trained with another tokenizer than that of model_path (None: not compared).
     """
     from megatron_rl.checkpoint.random_state import load_random_state
     from megatron_rl.checkpoint.sharded import load_sharded
-    from megatron_rl.checkpoint.snapshot import layout, random_file
+    from megatron_rl.checkpoint.snapshot import layout, platform_of, random_file
 
     path = Path(path)
     with reading(path):
         meta = json.loads((path / META_NAME).read_text())
         now = describe_model(model.hf_config, str(model.config.params_dtype).removeprefix("torch."))
         tokenizer = meta.get("tokenizer", {}) if model_path is None else describe_tokenizer(model_path)
-        check_same(path, meta, model=now, tokenizer=tokenizer)
+        check_same(path, meta, model=now, tokenizer=tokenizer, platform=platform_of(model))
         load_sharded(path / STATE_NAME, model, groups, optimizer)
         if meta["layout"] == layout(groups):
             load_random_state(random_file(path, groups.rank))

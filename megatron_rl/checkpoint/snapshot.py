@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,11 @@ from megatron_rl.checkpoint.pieces import Piece, training_pieces
 from megatron_rl.checkpoint.random_state import random_state
 from megatron_rl.checkpoint.torch_dist import write_pieces
 from megatron_rl.config import RunError
+from megatron_rl.distributed.device import PlatformKind
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.model.policy import PolicyModel
 
+Result = TypeVar("Result")
 Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
 """Host memory of each piece, used again by every save."""
 
@@ -61,6 +63,17 @@ class Snapshot:
         return dataclasses.replace(self, pieces=pieces)
 
 
+def snapshot_together(step: int, take: Callable[[], Snapshot], group: dist.ProcessGroup | None = None) -> Snapshot:
+    """What take returns on this rank. Collective over group: RunError on every rank when it fails on any of them."""
+    try:
+        return _together(group, take)
+    except RunError as error:
+        raise RunError(
+            f"a checkpoint of step {step} must hold the state of every rank, got on one of them: "
+            f"{' '.join(str(error).split())}; mend that, then start again from the latest checkpoint"
+        ) from error
+
+
 def take_snapshot(
     step: int,
     *,
@@ -73,7 +86,12 @@ def take_snapshot(
     """The state as it stands, nothing copied but random states. model_path: of the tokenizer; None records none."""
     start_adam(optimizer)
     dtype = str(model.config.params_dtype).removeprefix("torch.")
-    meta: dict[str, Any] = {"step": step, "layout": layout(groups), "model": describe_model(model.hf_config, dtype)}
+    meta: dict[str, Any] = {
+        "step": step,
+        "layout": layout(groups),
+        "platform": platform_of(model),
+        "model": describe_model(model.hf_config, dtype),
+    }
     if model_path is not None:
         meta["tokenizer"] = describe_tokenizer(model_path)
     return Snapshot(
@@ -84,6 +102,11 @@ def take_snapshot(
         config=json.dumps(model.hf_config, indent=2, sort_keys=True) + "\n",
         meta=json.dumps(meta, indent=2) + "\n",
     )
+
+
+def platform_of(model: PolicyModel) -> PlatformKind:
+    """The platform that a model with numbers trains on: it decides what tensors there are."""
+    return "cuda" if next(model.parameters()).is_cuda else "cpu"
 
 
 def layout(groups: ParallelGroups) -> dict[str, int]:
@@ -114,7 +137,10 @@ def write_snapshot(
     target, rank = step_folder(folder, snapshot.step), dist.get_rank()
     partial = partial_folder(target)
     try:
-        if _together(group, lambda: (target / META_NAME).is_file()):
+        # Rank 0 decides for all: another machine may see a folder on a shared disk later.
+        exists = [_together(group, lambda: (target / META_NAME).is_file())]
+        dist.broadcast_object_list(exists, src=0, group=group)
+        if exists[0]:
             return target
         _together(group, lambda: _begin(target) if rank == 0 else None)
         _together(group, lambda: random_file(partial, rank).write_bytes(snapshot.random))
@@ -127,7 +153,7 @@ def write_snapshot(
         cause = error.strerror if isinstance(error, OSError) else str(error)
         raise RunError(
             f"{folder} must take a whole checkpoint, got while writing {target.name}: {' '.join(str(cause).split())}; "
-            f"make room there or mend the disk, then start again: {latest.name if latest else 'step 0'} is the latest"
+            f"make room there or mend that, then start again: {latest.name if latest else 'step 0'} is the latest"
         ) from error
     return target
 
@@ -149,18 +175,25 @@ def _complete(target: Path, snapshot: Snapshot, config: CheckpointConfig) -> Non
     remove_old(target.parent, config)
 
 
-def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> Any:
-    """Runs action on every rank and waits for all; rank 0's result. RunError on each of them when one has failed."""
-    result = problem = None
+def _together(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> Result:
+    """Runs action on every rank and waits for all; its result here. RunError on each of them when one has failed."""
+    outcome: Result | Exception
     try:
-        result = action()
-    except OSError as error:
-        problem = str(error.strerror or error)
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, (problem, result if dist.get_rank() == 0 else None), group=group)
-    if problems := [text for text, _ in outcomes if text is not None]:
-        raise RunError(problems[0])
-    return outcomes[0][1]
+        outcome = action()
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        outcome = error
+    problems: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, _problem(outcome) if isinstance(outcome, Exception) else None, group=group)
+    if isinstance(outcome, Exception) or any(problems):
+        cause = outcome if isinstance(outcome, Exception) else None
+        raise RunError(next(filter(None, problems))) from cause
+    return outcome
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"
 
 
 def _copied(piece: Piece, buffers: Buffers) -> Piece:

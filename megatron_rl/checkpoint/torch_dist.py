@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import operator
 import os
 from collections.abc import Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -31,11 +34,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron_rl.checkpoint.boxes import Box
 from megatron_rl.checkpoint.pieces import Piece
+from megatron_rl.checkpoint.tiling import BoxIndex, first_misfit
 from megatron_rl.config import DataError
 
 MAX_BYTES = 8 * 2**20
@@ -92,6 +96,7 @@ class PieceReader:
         self._folder, self._reader = folder, FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._indexes: dict[str, BoxIndex] = {}
 
     def check(self, pieces: Sequence[Piece]) -> None:
         """DataError naming what is missing, misshapen or incomplete in the folder."""
@@ -110,11 +115,13 @@ class PieceReader:
                 problems.append(problem)
                 continue
             assert isinstance(stored, TensorStorageMetadata)
-            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-            found = create_read_items_for_chunk_list(piece.key, stored, [chunk])
+            if piece.key not in self._indexes:
+                self._indexes[piece.key] = BoxIndex([_box(chunk.offsets, chunk.sizes) for chunk in stored.chunks])
+            meeting = self._indexes[piece.key].meeting(_box(piece.offsets, piece.sizes))
+            found = [_read_item(number, piece, stored.chunks[chunk], chunk) for chunk in meeting]
             if sum(math.prod(item.lengths) for item in found) != math.prod(piece.sizes):
                 problems.append(f"{piece.key} is not complete")
-            items += [dataclasses.replace(item, dest_index=MetadataIndex(str(number))) for item in found]
+            items += found
         if problems:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise DataError(
@@ -133,6 +140,27 @@ def _misfit(piece: Piece, stored: Any) -> str | None:
             f"{list(piece.global_shape)} here"
         )
     return None
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    return tuple(zip(offsets, sizes, strict=True))
+
+
+def _read_item(number: int, piece: Piece, stored: ChunkStorageMetadata, chunk: int) -> ReadItem:
+    """What the piece of that number takes from the stored chunk, which it meets."""
+    starts = list(map(max, piece.offsets, stored.offsets))
+    ends = [
+        min(mine + size, theirs + length)
+        for mine, size, theirs, length in zip(piece.offsets, piece.sizes, stored.offsets, stored.sizes, strict=True)
+    ]
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(str(number)),
+        dest_offsets=torch.Size(map(operator.sub, starts, piece.offsets)),
+        storage_index=MetadataIndex(piece.key, stored.offsets, chunk),
+        storage_offsets=torch.Size(map(operator.sub, starts, stored.offsets)),
+        lengths=torch.Size(map(operator.sub, ends, starts)),
+    )
 
 
 class _Destinations:
@@ -167,7 +195,7 @@ class _PiecePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
-        if errors := _validate_global_plan(plans, metadata):
+        if errors := list(filter(None, starmap(_misfill, metadata.state_dict_metadata.items()))):
             raise ValueError(f"pieces must fill their tensors exactly once, got: {'; '.join(errors)[:500]}")
         return plans, metadata
 
@@ -180,6 +208,14 @@ class _PiecePlanner(SavePlanner):
         tensor = piece.resolve().reshape(piece.sizes).cpu()
         # torch.save writes the whole memory that a tensor is a view of.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _misfill(key: str, stored: Any) -> str | None:
+    misfit = first_misfit(stored.size, (_box(chunk.offsets, chunk.sizes) for chunk in stored.chunks))
+    if misfit is None:
+        return None
+    element, times = misfit
+    return f"element {list(element)} of {key}, which has shape {list(stored.size)}, {times} times"
 
 
 def _write_item(piece: Piece) -> WriteItem:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_rl.checkpoint.config import CheckpointConfig
-from megatron_rl.checkpoint.snapshot import Buffers, Snapshot, take_snapshot, write_snapshot
+from megatron_rl.checkpoint.snapshot import Buffers, Snapshot, snapshot_together, take_snapshot, write_snapshot
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.model.policy import PolicyModel
 
@@ -35,23 +35,27 @@ class CheckpointWriter:
         """The state after `step` optimizer steps, as it is now; extra: file name -> bytes, rank 0's are kept.
 
         Waits for an earlier save first. Returns when the checkpoint is complete or, if asynchronous, when it is copied
-        to host memory. RunError, on every rank, when this or the earlier one cannot be written.
+        to host memory. RunError, on every rank, when this or the earlier one cannot be taken or written on any.
         """
         self.wait()
-        snapshot = take_snapshot(
-            step,
-            model=model,
-            optimizer=optimizer,
-            groups=self._groups,
-            extra=extra,
-            model_path=self._model_path,
-        )
+
+        def take() -> Snapshot:
+            snapshot = take_snapshot(
+                step,
+                model=model,
+                optimizer=optimizer,
+                groups=self._groups,
+                extra=extra,
+                model_path=self._model_path,
+            )
+            return snapshot.on_host(self._buffers) if self._config.asynchronous else snapshot
+
+        snapshot = snapshot_together(step, take, self._group)
         if not self._config.asynchronous:
             write_snapshot(self._folder, snapshot, self._config, self._group)
             return
-        copied = snapshot.on_host(self._buffers)
         # A daemon: a trainer that fails meanwhile ends at once and leaves half a checkpoint, which nobody reads.
-        self._thread = threading.Thread(target=self._write, args=(copied,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def failed(self) -> bool:

@@ -14,6 +14,7 @@ import yaml
 from megatron_rl.checkpoint.folders import META_NAME, checkpoint_step, latest_checkpoint
 from megatron_rl.cli.output_folder import check_folder
 from megatron_rl.cli.preflight import changed_keys, check_rl, check_sft
+from megatron_rl.cli.rank import CHECKED
 from megatron_rl.cli.runs import CONFIG_FILE, RlRun, RunConfig, SftRun
 from megatron_rl.cli.supervisor import SAVE_S, Part, PartHandle, RunLock, Supervisor
 from megatron_rl.config import ConfigError, ConfigModel
@@ -28,7 +29,7 @@ from megatron_rl.trainer.config import TrainerConfig
 def run_sft(run: SftRun) -> Path:
     """Trains to the last step (resuming if the folder has a checkpoint); returns the run folder."""
     check_sft(run)
-    with _run_folder(run, run.run) as folder:
+    with hold_run_folder(run) as folder:
         if not _is_complete(folder, run.trainer):
             trainer = _trainer_part(run.run, folder, "megatron_rl.cli.train_sft")
             _supervise([trainer], folder, total_steps=run.trainer.steps, label="SFT")
@@ -44,7 +45,7 @@ def run_rl(run: RlRun) -> Path:
     check_rl(run)
     addressed = with_addresses(run)
     engines = [] if run.engine.urls else engine_parts(addressed, run.run.folder)
-    with _run_folder(run, run.run) as folder:
+    with hold_run_folder(run) as folder:
         if not _is_complete(folder, run.trainer):
             overrides = _addresses(addressed)
             orchestrator = Part(
@@ -149,6 +150,7 @@ def _trainer_part(run: RunConfig, folder: Path, module: str, overrides: Sequence
         env={
             "OMP_NUM_THREADS": str(run.threads),
             "OMP_WAIT_POLICY": "passive",
+            CHECKED: "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(SAVE_S)),
         },
         log_path=folder / "logs" / "trainer.log",
@@ -158,9 +160,9 @@ def _trainer_part(run: RunConfig, folder: Path, module: str, overrides: Sequence
 
 
 @contextmanager
-def _run_folder(run: ConfigModel, where: RunConfig) -> Iterator[Path]:
+def hold_run_folder(run: SftRun | RlRun) -> Iterator[Path]:
     """Locks the run folder, says what changed since the last start, writes the resolved config."""
-    folder = where.folder
+    folder = run.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder):
         path = folder / CONFIG_FILE

@@ -42,10 +42,12 @@ def sft(
 
         typer.echo(dry_run_sft(run, Cluster(gpus_per_node, gpu_memory)))
         return
+    from megatron_rl.checkpoint.folders import latest_checkpoint
     from megatron_rl.cli.launch import run_sft
 
     folder = run_sft(run)
-    typer.echo(f"done: weights in {folder / 'hf'}, page {folder / 'report.html'}")
+    weights = folder / "hf" if run.trainer.export else latest_checkpoint(folder / "checkpoints")
+    typer.echo(f"done: weights in {weights}, page {folder / 'report.html'}")
 
 
 @app.command()
@@ -67,10 +69,12 @@ def rl(
 
         typer.echo(dry_run_rl(run, Cluster(gpus_per_node, gpu_memory)))
         return
+    from megatron_rl.checkpoint.folders import latest_checkpoint
     from megatron_rl.cli.launch import run_rl
 
     folder = run_rl(run)
-    typer.echo(f"done: weights in {folder / 'hf'}, page {folder / 'report.html'}")
+    weights = folder / "hf" if run.trainer.export else latest_checkpoint(folder / "checkpoints")
+    typer.echo(f"done: weights in {weights}, page {folder / 'report.html'}")
 
 
 @app.command()
@@ -142,16 +146,29 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder, or a checkpoint folder of a run.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     hf_source: Annotated[
-        Path | None, typer.Option(help="Folder whose config and tokenizer go with a converted checkpoint.")
+        Path | None,
+        typer.Option(
+            help="Folder whose tokenizer, chat template and generation config go into a Hugging Face folder; default: "
+            "SOURCE, but a run's checkpoint holds none. config.json is the checkpoint's own."
+        ),
+    ] = None,
+    platform: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(
+            help="That of the runs which write or read the checkpoint; default: as recorded in SOURCE, or cpu."
+        ),
     ] = None,
 ) -> None:
     """Convert Hugging Face weights to a Megatron checkpoint, or a checkpoint back, tensor by tensor."""
     from megatron_rl.cli.output_folder import check_folder
 
     check_folder(target.parent, "the folder of TARGET")
+    from megatron_rl.checkpoint.conversion import tokenizer_note
     from megatron_rl.checkpoint.convert import convert as convert_checkpoint
 
-    typer.echo(convert_checkpoint(source, target, hf_source=hf_source))
+    typer.echo(convert_checkpoint(source, target, hf_source=hf_source, platform_kind=platform))
+    if note := tokenizer_note(target):
+        typer.echo(f"note: {note}", err=True)
 
 
 @app.command(name="make-tiny")

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run's inputs, found before any process starts."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 import zmq
 
+from megatron_rl.checkpoint.folders import EXTRA_NAME, latest_checkpoint, read_extra, reading
 from megatron_rl.checkpoint.identity import check_disk_space, check_resumable
 from megatron_rl.cli.addresses import listening_address
 from megatron_rl.cli.no_effect import check_rl_options, check_sft_options
@@ -16,6 +18,7 @@ from megatron_rl.cli.shape import check_rl_shape, check_sft_shape
 from megatron_rl.config import ConfigError
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
 from megatron_rl.data.sft import sft_samples
+from megatron_rl.data.stream import check_same_data, data_identity
 from megatron_rl.distributed.device import check_platform
 from megatron_rl.engine.server import answers
 from megatron_rl.model.folder import check_model_folder
@@ -26,14 +29,39 @@ from megatron_rl.rollout.environments import check_environment, make_environment
 
 def check_sft(run: SftRun) -> None:
     """ConfigError or DataError for the first thing that does not fit. Reads and renders every row."""
-    check_sft_options(run)
     check_platform(run.run.platform, num_ranks=run.run.processes)
+    check_sft_ranks(run)
+
+
+def check_sft_ranks(run: SftRun) -> None:
+    """check_sft for ranks that may be spread over machines, where each finds its own GPU."""
+    check_sft_options(run)
     hf_config = check_model_folder(run.model.path)
     check_sft_shape(run, hf_config)
     renderer = ChatRenderer(load_tokenizer(run.model.path))
-    for path in [*run.data.train, *run.data.heldout]:
+    train = [sample for path in run.data.train for sample in read_samples(run, path, renderer)]
+    for path in run.data.heldout:
         read_samples(run, path, renderer)
     check_run_folder(run, hf_config)
+    check_resumed_data(run, train)
+
+
+def check_rl_ranks(run: RlRun) -> None:
+    """What check_rl finds for the trainer alone, whose engines and orchestrator are started elsewhere."""
+    check_rl_options(run)
+    hf_config = check_model_folder(run.model.path)
+    check_rl_shape(run, hf_config)
+    load_tokenizer(run.model.path)
+    check_run_folder(run, hf_config)
+
+
+def check_resumed_data(run: SftRun, train: Sequence[Sample]) -> None:
+    """ConfigError if the newest checkpoint was trained with another seed or other rows."""
+    path = latest_checkpoint(run.run.folder / "checkpoints")
+    if path is not None and (path / EXTRA_NAME / "data").is_file():
+        with reading(path):
+            state = json.loads(read_extra(path, "data"))
+        check_same_data(state, data_identity(train, run.run.seed))
 
 
 def check_rl(run: RlRun) -> None:
@@ -56,8 +84,9 @@ def check_rl(run: RlRun) -> None:
 def check_run_folder(run: SftRun | RlRun, hf_config: dict[str, Any]) -> None:
     """ConfigError unless the run folder can be written, has room, and holds no checkpoint of something else."""
     check_folder(run.run.folder, "run.dir")
-    check_disk_space(run.run.folder, hf_config, run.model.dtype, export=run.trainer.export)
-    check_resumable(run.run.folder, Path(run.model.path), hf_config, run.model.dtype)
+    trainer, dtype = run.trainer, run.model.dtype
+    check_disk_space(run.run.folder, hf_config, dtype, config=trainer.checkpoint, export=trainer.export)
+    check_resumable(run.run.folder, Path(run.model.path), hf_config, dtype, platform=run.run.platform)
 
 
 def read_samples(run: SftRun, path: str, renderer: ChatRenderer) -> list[Sample]:

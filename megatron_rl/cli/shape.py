@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cli.addresses import check_address_form, engine_place
-from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
+from megatron_rl.cli.runs import RlRun, SftRun
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig, check_world
 from megatron_rl.engine.server import check_engine
@@ -13,7 +13,7 @@ from megatron_rl.model.families import family_for
 
 def check_sft_shape(run: SftRun, hf_config: dict[str, Any]) -> None:
     """ConfigError for the first number that does not fit."""
-    _check_layout(hf_config, run.run, run.parallel)
+    _check_layout(hf_config, run)
     _check_context(hf_config, run.context_length, "context_length")
     _check_tokens(run.data.microbatch_tokens, run.context_length, run.parallel, "data.", "")
 
@@ -21,7 +21,7 @@ def check_sft_shape(run: SftRun, hf_config: dict[str, Any]) -> None:
 def check_rl_shape(run: RlRun, hf_config: dict[str, Any]) -> None:
     """ConfigError for the first number or address that does not fit."""
     context_length = run.rollout.context_length
-    _check_layout(hf_config, run.run, run.parallel)
+    _check_layout(hf_config, run)
     _check_context(hf_config, context_length, "rollout.context_length")
     _check_tokens(run.orchestrator.microbatch_tokens, context_length, run.parallel, "orchestrator.", "rollout.")
     check_engine(run.engine, Path(run.model.path))
@@ -40,9 +40,14 @@ def check_rl_shape(run: RlRun, hf_config: dict[str, Any]) -> None:
     check_address_form(run.orchestrator.address)
 
 
-def _check_layout(hf_config: dict[str, Any], run: RunConfig, parallel: ParallelConfig) -> None:
-    check_world(parallel, run.processes)
-    family_for(hf_config).check_parallel(hf_config, parallel)
+def _check_layout(hf_config: dict[str, Any], run: SftRun | RlRun) -> None:
+    if run.run.platform == "cuda" and run.model.dtype == "float32":
+        raise ConfigError(
+            "platform cuda needs model.dtype=bfloat16, got float32: Transformer Engine's attention takes packed "
+            "documents in 16 bits only; set model.dtype=bfloat16 (the optimizer keeps float32 weights)"
+        )
+    check_world(run.parallel, run.run.processes)
+    family_for(hf_config).check_parallel(hf_config, run.parallel)
 
 
 def _check_context(hf_config: dict[str, Any], context_length: int, key: str) -> None:

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_rl.cli.output_folder import writing
 from megatron_rl.rollout.environments.baker import Baker, BakerOptions
 from megatron_rl.rollout.environments.baker_trace import TraceNoise, baker_trace
 
@@ -67,16 +68,21 @@ def make_tiny(
     noise: TraceNoise | None = None,
     family: TinyFamily = "qwen3_moe",
 ) -> TinyPaths:
-    """Writes model, train.jsonl and heldout.jsonl into folder, over what is there. Same seed, same bytes."""
+    """Writes model, train.jsonl and heldout.jsonl into folder, over what is there. Same seed, same bytes.
+
+    RunError where the disk is full or refuses.
+    """
     environment = Baker(options or BakerOptions(seed=seed + 1, distractors=DISTRACTORS))
     paths = TinyPaths(folder / "model", folder / "train.jsonl", folder / "heldout.jsonl")
-    paths.model.mkdir(parents=True, exist_ok=True)
     rows = _rows(environment, "train", max(num_train, _TOKENIZER_ROWS), seed, noise or TraceNoise())
-    _write_jsonl(paths.train, rows[:num_train])
-    _write_jsonl(paths.heldout, _rows(environment, "new_texts", num_heldout, seed, noise or TraceNoise()))
+    heldout = _rows(environment, "new_texts", num_heldout, seed, noise or TraceNoise())
     errors = _rows(Baker(BakerOptions(level="full", seed=seed + 1)), "train", _ERROR_ROWS, seed, _ALL_REPAIRED)
-    _save_tokenizer(rows[:_TOKENIZER_ROWS] + errors, paths.model)
-    _save_model(paths.model, seed, family)
+    with writing(folder):
+        paths.model.mkdir(parents=True, exist_ok=True)
+        _write_jsonl(paths.train, rows[:num_train])
+        _write_jsonl(paths.heldout, heldout)
+        _save_tokenizer(rows[:_TOKENIZER_ROWS] + errors, paths.model)
+        _save_model(paths.model, seed, family)
     return paths
 
 

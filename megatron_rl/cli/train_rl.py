@@ -2,7 +2,8 @@
 
 import sys
 
-from megatron_rl.cli.rank import record_config, start_rank
+from megatron_rl.cli.preflight import check_rl_ranks
+from megatron_rl.cli.rank import own_run, start_rank
 from megatron_rl.cli.runs import RlRun
 from megatron_rl.cli.user_errors import run_with_user_errors
 from megatron_rl.config import ConfigError
@@ -17,8 +18,8 @@ def train(arguments: list[str]) -> None:
             "a trainer started by torchrun needs orchestrator.address and engine.urls; "
             "on one machine start everything with: megatron-rl rl CONFIG"
         )
-    with start_rank(run.run, run.parallel) as (platform, groups):
-        record_config(run, run.run.folder, arguments[0])
+    ranks = start_rank(run.run, run.parallel, longest_wait_s=run.trainer.batch_timeout_s)
+    with own_run(run, check_rl_ranks), ranks as (platform, groups):
         # Megatron-Core may be imported only after the platform was chosen.
         from megatron_rl.trainer.rl import RlJob, RlTrainer
 

@@ -2,7 +2,8 @@
 
 import sys
 
-from megatron_rl.cli.rank import record_config, start_rank
+from megatron_rl.cli.preflight import check_sft_ranks
+from megatron_rl.cli.rank import own_run, start_rank
 from megatron_rl.cli.runs import SftRun
 from megatron_rl.cli.user_errors import run_with_user_errors
 from megatron_rl.config.load import load_config
@@ -11,8 +12,7 @@ from megatron_rl.config.load import load_config
 def train(arguments: list[str]) -> None:
     """Loads the config, joins the ranks, trains."""
     run = load_config(arguments[0], SftRun, arguments[1:])
-    with start_rank(run.run, run.parallel) as (platform, groups):
-        record_config(run, run.run.folder, arguments[0])
+    with own_run(run, check_sft_ranks), start_rank(run.run, run.parallel) as (platform, groups):
         # Megatron-Core may be imported only after the platform was chosen.
         from megatron_rl.trainer.sft import SftJob, SftTrainer
 

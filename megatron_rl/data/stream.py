@@ -1,5 +1,6 @@
 """The order of SFT samples: shuffled epochs without end, the same after every restart and for any number of ranks."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,23 +50,13 @@ class SftStream:
         num_trained = sum(batch.num_trained for rank in microbatches for batch in rank)
         return StepBatch(step=step, microbatches=microbatches, num_trained=num_trained)
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the stream stands: plain integers. position counts the samples already drawn in this epoch."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "num_samples": len(self._samples),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands and of what; position counts the samples already drawn in this epoch."""
+        return {"epoch": self._epoch, "position": self._position, **data_identity(self._samples, self._seed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where the state was taken. ConfigError if seed or data are not the ones it was taken with."""
-        for name, own in (("seed", self._seed), ("num_samples", len(self._samples))):
-            if state[name] != own:
-                raise ConfigError(
-                    f"a run must resume with the {name} of its training data at the start, {state[name]}, got {own}; "
-                    f"restore it or start in a new run folder"
-                )
+        check_same_data(state, data_identity(self._samples, self._seed))
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._epoch_order()
 
@@ -78,3 +69,23 @@ class SftStream:
 
     def _epoch_order(self) -> np.ndarray:
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._samples))
+
+
+def data_identity(samples: Sequence[Sample], seed: int) -> dict[str, Any]:
+    """What decides about the order and the contents of batches: the seed, and every sample's tokens and mask."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        digest.update(len(sample.token_ids).to_bytes(8, "little"))
+        digest.update(np.asarray(sample.token_ids, dtype=np.int64).tobytes())
+        digest.update(np.asarray(sample.loss_mask, dtype=bool).tobytes())
+    return {"seed": seed, "num_samples": len(samples), "contents": digest.hexdigest()}
+
+
+def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """ConfigError if a saved state is of another seed or other data; a state without contents says nothing of them."""
+    for name, own in identity.items():
+        if state.get(name, own) != own:
+            raise ConfigError(
+                f"a run must resume with the {name} of its training data at the start, {state[name]}, got {own}; "
+                "restore data.train and run.seed, or start in a new run folder"
+            )

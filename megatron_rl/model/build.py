@@ -53,7 +53,10 @@ def build_from_config(
     family = family_for(hf_config)
     family.check_parallel(hf_config, parallel)
     if dtype_name not in DTYPES:
-        raise ConfigError(f"a model's dtype must be one of {sorted(DTYPES)}, got {dtype_name!r}; set model.dtype")
+        raise ConfigError(
+            f"a model's dtype must be one of {sorted(DTYPES)}, got {dtype_name!r}; set model.dtype of a run, or the "
+            "dtype in config.json of what is converted, to one of them: weights are cast to it"
+        )
     dtype = DTYPES[dtype_name]
     family_kwargs = family.transformer_kwargs(hf_config)
     stages = stage_layers(family_kwargs["num_layers"], groups.pp_size)

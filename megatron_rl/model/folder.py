@@ -1,29 +1,63 @@
 """First look at a Hugging Face model folder: cheap, clear errors before anything heavy starts."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, DataError
 from megatron_rl.model.families import family_for
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_FLOATS = ("F32", "BF16", "F16", "F64")
+"""Safetensors' names of the precisions that weights may come in."""
 
 
 def check_model_folder(path: str | Path) -> dict[str, Any]:
-    """config.json of the folder, its architecture and options proven supported, its weight files present.
+    """config.json of the folder, its architecture and options proven supported, its weights those it describes.
 
-    ConfigError otherwise. Reads of the weights only the headers and imports no Megatron.
+    ConfigError or DataError otherwise. Reads of the weights only the headers and imports no Megatron.
     """
     folder = Path(path)
     config = read_hf_config(folder)
     family_for(config).check(config)
+    available: dict[str, tuple[int, ...]] = {}
     for file in sorted(set(weight_files(folder).values())):
-        _check_weights(file)
+        available |= _read_header(file)
+    check_tensors(config, available)
     return config
+
+
+def check_tensors(hf_config: dict[str, Any], available: Mapping[str, tuple[int, ...]]) -> None:
+    """DataError unless these tensors, name -> shape, are the model's; names what is missing, extra or misshapen."""
+    family = family_for(hf_config)
+    expected = {part.name: part.shape for part in family.weight_parts(hf_config)}
+    missing = [f"weight {name} is missing" for name in expected if name not in available]
+    extra = [
+        f"weight {name} has no place in the model"
+        for name in available
+        if name not in expected and not family.is_redundant(hf_config, name)
+    ]
+    other_shape = [
+        misshapen(name, available[name], shape)
+        for name, shape in expected.items()
+        if name in available and available[name] != shape
+    ]
+    problems = missing + sorted(extra) + other_shape
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise DataError(
+            f"the weights must be those of config.json ({family.architecture}, {len(expected)} tensors): "
+            f"{'; '.join(problems[:5])}{more}"
+        )
+
+
+def misshapen(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """What is wrong with a tensor of another shape."""
+    return f"weight {name} must have shape {list(expected)} by config.json, got {list(got)}; use the matching files"
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -78,11 +112,18 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _check_weights(file: Path) -> None:
-    """Header and length of a safetensors file: what a broken download gets wrong."""
+def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a safetensors file's tensors; its length and their dtypes are checked."""
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            for name, part in slices.items():
+                if part.get_dtype() not in _FLOATS:
+                    raise DataError(
+                        f"weight {name} in {file} must be one of {', '.join(_FLOATS)}, got {part.get_dtype()}; "
+                        "use the model's unquantised weights"
+                    )
+            return {name: tuple(part.get_shape()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size
         raise ConfigError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rl.config import DataError
 from megatron_rl.distributed.groups import ParallelGroups, Place
 from megatron_rl.model.families.family import WeightPart
+from megatron_rl.model.folder import check_tensors, misshapen
 from megatron_rl.model.policy import PolicyModel
 from megatron_rl.model.stages import stage_of
 
@@ -92,7 +93,7 @@ def import_hf(
                 continue
             tensor = read(part.name)
             if tuple(tensor.shape) != part.shape:
-                raise DataError(_misshapen(part.name, tuple(tensor.shape), part.shape))
+                raise DataError(misshapen(part.name, tuple(tensor.shape), part.shape))
             shard = shard_of(tensor, part, groups)
             for name, view in held:
                 view.copy_(shard.reshape(view.shape))
@@ -194,30 +195,9 @@ def _receive(part: WeightPart, locate: Locator, source: int) -> Tensor:
     return received
 
 
-def _misshapen(name: str, got: Shape, expected: Shape) -> str:
-    return f"weight {name} must have shape {list(expected)} by config.json, got {list(got)}; use the matching files"
-
-
 def check_available(model: PolicyModel, available: Mapping[str, Shape]) -> None:
-    expected = {part.name: part.shape for part in model.weight_parts}
-    missing = [f"weight {name} is missing" for name in expected if name not in available]
-    extra = [
-        f"weight {name} has no place in the model"
-        for name in available
-        if name not in expected and not model.family.is_redundant(model.hf_config, name)
-    ]
-    misshapen = [
-        _misshapen(name, tuple(available[name]), shape)
-        for name, shape in expected.items()
-        if name in available and tuple(available[name]) != shape
-    ]
-    problems = missing + sorted(extra) + misshapen
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise DataError(
-            f"the weights must be those of config.json ({model.family.architecture}, {len(expected)} tensors): "
-            f"{'; '.join(problems[:5])}{more}"
-        )
+    """DataError unless these are the tensors of the model."""
+    check_tensors(model.hf_config, available)
 
 
 def _check_written(tensors: Mapping[str, Tensor], written: Mapping[str, int]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.convert import load_hf, save_hf
+from megatron_rl.checkpoint.folders import META_NAME
 from megatron_rl.checkpoint.resume import latest_checkpoint, load_training_state
 from megatron_rl.checkpoint.writer import CheckpointWriter
-from megatron_rl.config import RunStop
+from megatron_rl.config import RunError, RunStop
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import Platform
 from megatron_rl.distributed.groups import ParallelGroups
@@ -39,7 +40,7 @@ class PolicyTrainer:
         self.run_dir, self.phase, self.platform, self.groups = run_dir, phase, platform, groups
         self._model_path, self._config = Path(model_config.path), config
         self.is_writer = groups.rank == 0
-        self.checkpoint = latest_checkpoint(run_dir / "checkpoints")
+        self.checkpoint = _agreed_checkpoint(run_dir / "checkpoints")
         self.model = build_model(model_config, parallel, groups, platform)
         if self.checkpoint is None:
             load_hf(self.model, self._model_path, groups)
@@ -109,3 +110,19 @@ class PolicyTrainer:
         gathered: list[Any] = [None] * self.groups.dp_size
         dist.all_gather_object(gathered, metrics, group=self.groups.dp_group)
         return gathered
+
+
+def _agreed_checkpoint(folder: Path) -> Path | None:
+    """What rank 0 finds: a shared file system may show another rank an older listing. Collective."""
+    found = [latest_checkpoint(folder)]
+    dist.broadcast_object_list(found, src=0)
+    (checkpoint,) = found
+    missing = checkpoint is not None and not (checkpoint / META_NAME).is_file()
+    who_misses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(who_misses, missing)
+    if any(who_misses):
+        raise RunError(
+            f"every rank must see the checkpoint that rank 0 resumes from, {checkpoint}, got none on rank "
+            f"{who_misses.index(True)}; put run.dir on a file system that all nodes share, or try again later"
+        )
+    return checkpoint

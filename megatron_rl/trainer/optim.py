@@ -15,7 +15,7 @@ from megatron_rl.model.policy import PolicyModel
 from megatron_rl.telemetry.values import Last, Value
 from megatron_rl.trainer.config import OptimizerConfig
 from megatron_rl.trainer.guards import StepGuard
-from megatron_rl.trainer.straggler import StragglerWatch
+from megatron_rl.trainer.straggler import StragglerWatch, sets_that_meet
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PolicyOptimizer:
         )
         self.optimizer: ChainedOptimizer = optimizer
         self.guard = StepGuard(self.ddp, groups, skip_above_norm=config.skip_above_norm)
-        self.straggler = StragglerWatch(is_writer=groups.rank == 0)
+        self.straggler = StragglerWatch(sets_that_meet(groups.places), is_writer=groups.rank == 0)
 
     def zero_grad(self) -> None:
         """Clears the gradient buffers before the first microbatch."""

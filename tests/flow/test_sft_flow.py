@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.cli.supervisor import RunLock
+
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """Complete lines of metrics.jsonl."""
@@ -67,3 +69,22 @@ def test_two_ranks_under_torchrun_train_like_one(
         for name in ("loss/sft", "grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=1e-5), f"{name} of step {one['step']}"
         assert two["tokens/trained"] == one["tokens/trained"]
+
+
+def test_ranks_that_torchrun_starts_are_checked_like_those_of_the_command(
+    sft_config: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """Once, by rank 0, before any rank waits for another; and a run folder serves one run."""
+    config = str(sft_config(tmp_path))
+    train = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train += ["-m", "megatron_rl.cli.train_sft", config, "run.processes=2"]
+    bad = subprocess.run([*train, "context_length=2000"], capture_output=True, text=True, timeout=120, check=False)
+    assert bad.returncode != 0
+    errors = [line for line in bad.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1 and "context_length must not exceed the model's 512 positions" in errors[0], bad.stderr
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+    (tmp_path / "run").mkdir(exist_ok=True)
+    with RunLock(tmp_path / "run"):
+        held = subprocess.run(train, capture_output=True, text=True, timeout=120, check=False)
+    assert held.returncode != 0 and "a run folder serves one run at a time" in held.stderr, held.stderr

@@ -35,6 +35,11 @@ def main() -> None:
     tensors["model.extra"] = tensors["lm_head.weight"] = torch.zeros(2, 2)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, broken / "model.safetensors")
     errors = {"hf": refusal(broken, work / "out")}
+    not_numbers = shutil.copytree(models / "plain", work / "not_numbers")
+    tensors = load_file(not_numbers / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, not_numbers / "model.safetensors")
+    errors["nan"] = refusal(not_numbers, work / "out")
 
     convert_to = work / "megatron"
     parallel_state.destroy_model_parallel()

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_rl.distributed.device import init_process_group, start_platform
 
 PLATFORM = start_platform("cpu")
 
+from megatron_rl.checkpoint import snapshot  # noqa: E402
 from megatron_rl.checkpoint.convert import load_hf  # noqa: E402
 from megatron_rl.checkpoint.resume import CheckpointConfig, latest_checkpoint, load_training_state  # noqa: E402
 from megatron_rl.checkpoint.writer import CheckpointWriter  # noqa: E402
@@ -74,6 +76,22 @@ def fill_up(
     return errors
 
 
+def fail_otherwise(state: dict[str, Any], folder: Path, groups: ParallelGroups) -> dict[str, str]:
+    """Messages of saves that fail on one rank for another reason than the disk's."""
+    errors = {}
+    writer = CheckpointWriter(folder, groups, CheckpointConfig())
+    failing = KeyError("exp_avg") if groups.rank == 1 else None
+    with unittest.mock.patch(
+        "megatron_rl.checkpoint.writer.take_snapshot", side_effect=failing, wraps=snapshot.take_snapshot
+    ):
+        errors["no state on one rank"] = message_of(lambda: writer.save(2, extra={}, **state))
+    no_bytes: Any = {"data": "text"}
+    errors["extra state that is no bytes"] = message_of(lambda: writer.save(2, extra=no_bytes, **state))
+    dist.barrier()  # rank 0 has removed what it began
+    errors["left of those"] = " ".join(path.name for path in folder.iterdir())
+    return errors
+
+
 def main() -> None:
     model_path, work, small = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -83,6 +101,7 @@ def main() -> None:
     state: dict[str, Any] = dict(model=policy.ddp.module, optimizer=policy.optimizer)
     folder = Path(small or work) / "checkpoints"
     errors = fill_up(state, folder, work / "elsewhere", groups, limited=not small)
+    errors |= fail_otherwise(state, work / "otherwise", groups)
     latest = latest_checkpoint(folder)
     assert latest is not None
     errors["left"] = " ".join(sorted(path.name for path in folder.iterdir()))

@@ -62,7 +62,7 @@ def train_and_save(folder: Path, work: Path, asynchronous: bool, ready: int) -> 
     if latest is not None:
         step, extra = load_training_state(latest, groups=groups, **state)
         assert step == checkpoint_step(latest) and extra["digest"] == digest(policy), f"{latest} is not what was saved"
-    config = CheckpointConfig(keep_last=2, keep_every_steps=5, asynchronous=asynchronous)
+    config = CheckpointConfig(every_steps=1, keep_last=2, keep_every_steps=5, asynchronous=asynchronous)
     writer = CheckpointWriter(work, groups, config)
     while True:
         change(policy, step)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 import sys
 import threading
 import unittest.mock
@@ -247,13 +248,19 @@ def with_another_model(root: Path, work: Path) -> str:
     return refusal(trainer, work / "single" / "step_000002", None)
 
 
-def with_another_tokenizer(root: Path, work: Path) -> str:
-    trainer = Trainer(root, CASES[1]["single"])
+def of_something_else(root: Path, work: Path) -> dict[str, str]:
+    trainer, saved = Trainer(root, CASES[1]["single"]), work / "single" / "step_000002"
     trainer.start()
-    other = work / "other_tokenizer"
-    other.mkdir(exist_ok=True)
-    (other / "tokenizer_config.json").write_text('{"pad_token": "<other>"}')
-    return refusal(trainer, work / "single" / "step_000002", other)
+    tokenizer, of_gpus = work / "other_tokenizer", work / "of_gpus" / "step_000002"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer_config.json").write_text('{"pad_token": "<other>"}')
+    shutil.copytree(saved, of_gpus)
+    meta = json.loads((saved / "meta.json").read_text())
+    (of_gpus / "meta.json").write_text(json.dumps({**meta, "platform": {"cpu": "cuda"}[meta["platform"]]}))
+    return {
+        "another_tokenizer": refusal(trainer, saved, tokenizer),
+        "another_platform": refusal(trainer, of_gpus, None),
+    }
 
 
 def refusal(trainer: Trainer, checkpoint: Path, model_path: Path | None) -> str:
@@ -287,7 +294,7 @@ def main() -> None:
     if mode == "resumed" and world_size == 1:
         results["another_model"] = with_another_model(root, work)
         parallel_state.destroy_model_parallel()
-        results["another_tokenizer"] = with_another_tokenizer(root, work)
+        results |= of_something_else(root, work)
     if dist.get_rank() == 0:
         (work / f"{mode}-{world_size}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

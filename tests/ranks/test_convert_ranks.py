@@ -38,6 +38,7 @@ def test_there_and_back_gives_the_same_bytes(models: Path, tmp_path: Path, run_s
     """Weights, config.json, tokenizer, as transformers has written them: whatever ranks shared the way there."""
     source, megatron, back = models / "plain", tmp_path / "megatron", tmp_path / "back"
     run_script(TOOL, 2, source, megatron)
+    assert json.loads((megatron / "meta.json").read_text())["platform"] == "cpu"
     run_script(TOOL, 1, megatron, back)
     got, expected = contents(back), contents(source)
     assert got.keys() == expected.keys()
@@ -89,12 +90,19 @@ def test_a_folder_that_cannot_be_converted_is_refused_at_once(models: Path, tmp_
 def test_tensors_that_do_not_fit_are_named_before_anything_is_written(
     models: Path, tmp_path: Path, run_script: Run
 ) -> None:
-    """In both directions: missing, extra and misshapen ones; a checkpoint of another size."""
+    """In both directions: missing, extra and misshapen ones; a checkpoint of another size. NaN leaves nothing too."""
     run_script("check_convert_errors.py", 1, models, tmp_path)
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert "weight model.norm.weight is missing" in errors["hf"]
     assert "weight model.extra has no place" in errors["hf"]
     assert "lm_head.weight must have shape [512, 64] by config.json, got [2, 2]" in errors["hf"]
+    assert "got NaN in the HF tensors of ['decoder.final_layernorm.weight']" in errors["nan"]
     assert "decoder.layers.0.pre_mlp_layernorm.weight is missing" in errors["another family"]
     assert "64] there and torch.float32" in errors["another size"] and "32] here" in errors["another size"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "errors.json", "megatron", "smaller"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "broken",
+        "errors.json",
+        "megatron",
+        "not_numbers",
+        "smaller",
+    ]

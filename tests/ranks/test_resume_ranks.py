@@ -62,6 +62,11 @@ def test_checkpoint_of_another_model_is_refused_with_what_differs(runs: Runs) ->
     assert "tensors" in message and "model.path" in message
 
 
+def test_checkpoint_of_another_platform_is_refused(runs: Runs) -> None:
+    message = runs["resumed"]["another_platform"]
+    assert "saved on cuda" in message and "convert it to a Hugging Face folder" in message
+
+
 def test_a_changed_tokenizer_is_refused_and_its_file_named(runs: Runs) -> None:
     message = runs["resumed"]["another_tokenizer"]
     assert "tokenizer_config.json" in message and "restore" in message

@@ -56,6 +56,9 @@ def test_a_full_disk_is_one_clear_error_on_every_rank_and_nothing_is_lost(
         assert cause in first[case] and "checkpoints" in first[case] and "step_000001 is the latest" in first[case]
         assert "\n" not in first[case]
     assert "File too large" in first["full on one rank"]
+    assert "must hold the state of every rank" in first["no state on one rank"]
+    assert "KeyError: 'exp_avg'" in first["no state on one rank"]
+    assert "TypeError" in first["extra state that is no bytes"] and first["left of those"] == ""
     assert first["after it"] == "saved", "an error is reported once"
     assert first["left"] == "step_000001"
     refused = "Read-only file system" if prefix else "Not a directory"

@@ -3,9 +3,11 @@
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.config import CheckpointConfig
 from megatron_rl.checkpoint.folders import (
@@ -27,7 +29,7 @@ from megatron_rl.checkpoint.identity import (
     describe_tokenizer,
     num_parameters,
 )
-from megatron_rl.config import ConfigError, RunError
+from megatron_rl.config import ConfigError, DataError, RunError
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -87,6 +89,22 @@ def test_a_folder_that_the_disk_does_not_take_is_named_and_the_old_one_stays(tmp
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_what_an_error_interrupts_is_removed_and_the_error_kept(tmp_path: Path) -> None:
+    """Such as NaN in the last of many files; torch's CheckpointException is no Exception."""
+    for error in (DataError("weights must be numbers"), CheckpointException("failed", {})):
+        with pytest.raises(type(error)), new_folder(tmp_path / "hf") as partial:
+            (partial / "weights").write_text("half")
+            raise error
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_that_are_kept_must_be_saved(tmp_path: Path) -> None:
+    for kept, nearest in ((250, 240), (90, 80), (7, 40), (60, 80)):
+        with pytest.raises(ValueError, match=f"multiple of every_steps, got {kept} .* 40 steps; {nearest} is the"):
+            CheckpointConfig(every_steps=40, keep_every_steps=kept)
+    assert CheckpointConfig(every_steps=40, keep_every_steps=240).keep_every_steps == 240
+
+
 def tokenizer(folder: Path, **settings: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text("{}")
@@ -106,28 +124,52 @@ def test_only_what_decides_about_tokens_makes_a_tokenizer_another(tmp_path: Path
 def test_a_run_is_refused_that_does_not_fit_its_newest_checkpoint(tmp_path: Path) -> None:
     """Before anything starts, naming what differs; a checkpoint without a tokenizer on record fits any."""
     model_path = tokenizer(tmp_path / "model")
-    check_resumable(tmp_path, model_path, QWEN, "float32")
+    check_resumable(tmp_path, model_path, QWEN, "float32", platform="cpu")
     saved = save(tmp_path / "checkpoints", 4)
     meta = {"model": describe_model(QWEN, "float32"), "tokenizer": describe_tokenizer(model_path)}
     (saved / "meta.json").write_text(json.dumps(meta))
-    check_resumable(tmp_path, model_path, QWEN, "float32")
+    check_resumable(tmp_path, model_path, QWEN, "float32", platform="cpu")
     with pytest.raises(ConfigError, match="dtype float32 there, bfloat16 here"):
-        check_resumable(tmp_path, model_path, QWEN, "bfloat16")
+        check_resumable(tmp_path, model_path, QWEN, "bfloat16", platform="cpu")
     with pytest.raises(ConfigError, match="num_layers 2 there, 3 here"):
-        check_resumable(tmp_path, model_path, {**QWEN, "num_hidden_layers": 3}, "float32")
+        check_resumable(tmp_path, model_path, {**QWEN, "num_hidden_layers": 3}, "float32", platform="cpu")
+    with pytest.raises(ConfigError, match="rotary_base 10000.0 there, 500000.0 here"):
+        check_resumable(tmp_path, model_path, {**QWEN, "rope_theta": 5e5}, "float32", platform="cpu")
     other = tokenizer(tmp_path / "other", eos_token="</s>")
     with pytest.raises(ConfigError, match=r"step_000004 must be .* tokenizer_config.json"):
-        check_resumable(tmp_path, other, QWEN, "float32")
+        check_resumable(tmp_path, other, QWEN, "float32", platform="cpu")
     (saved / "meta.json").write_text(json.dumps({"model": meta["model"]}))
-    check_resumable(tmp_path, other, QWEN, "float32")
+    check_resumable(tmp_path, other, QWEN, "float32", platform="cpu")
 
 
-def test_a_run_needs_room_for_a_checkpoint_and_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_platform_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    """One that does not say its platform fits any."""
+    model_path, saved = tokenizer(tmp_path / "model"), save(tmp_path / "checkpoints", 4)
+    meta = {"model": describe_model(QWEN, "float32")}
+    (saved / "meta.json").write_text(json.dumps(meta))
+    check_resumable(tmp_path, model_path, QWEN, "float32", platform="cpu")
+    (saved / "meta.json").write_text(json.dumps({**meta, "platform": "cuda"}))
+    check_resumable(tmp_path, model_path, QWEN, "float32", platform="cuda")
+    with pytest.raises(ConfigError, match=f"{saved} .*got cpu, .*saved on cuda.*; convert it to a Hugging Face folder"):
+        check_resumable(tmp_path, model_path, QWEN, "float32", platform="cpu")
+
+
+def test_a_run_needs_room_for_one_checkpoint_more_than_it_keeps_and_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = num_parameters(QWEN)
     assert checkpoint_bytes(QWEN, "float32") == 12 * count
     assert checkpoint_bytes(QWEN, "bfloat16") == 14 * count
-    usage = type("Usage", (), {"free": 13 * count})
+    usage = SimpleNamespace(free=37 * count)
     monkeypatch.setattr("shutil.disk_usage", lambda _folder: usage)
-    check_disk_space(tmp_path / "not" / "yet", QWEN, "float32", export=False)
-    with pytest.raises(ConfigError, match="one checkpoint and the exported weights"):
-        check_disk_space(tmp_path, QWEN, "float32", export=True)
+    config = CheckpointConfig(keep_last=2)
+    check_disk_space(tmp_path / "not" / "yet", QWEN, "float32", config=config, export=False)
+    with pytest.raises(ConfigError, match=r"3 checkpoints of .*keep_last .*, and .* of exported weights, together"):
+        check_disk_space(tmp_path, QWEN, "float32", config=config, export=True)
+    for num_saved, free in ((1, 24), (2, 12), (3, 12)):
+        save(tmp_path / "checkpoints", num_saved)
+        usage.free = free * count
+        check_disk_space(tmp_path, QWEN, "float32", config=config, export=False)
+        usage.free -= 1
+        with pytest.raises(ConfigError, match="one more checkpoint" if num_saved > 1 else "2 checkpoints"):
+            check_disk_space(tmp_path, QWEN, "float32", config=config, export=False)

@@ -52,6 +52,11 @@ def test_a_layout_that_does_not_divide_is_refused(
     assert not (tmp_path / "run").exists(), "a refused run leaves nothing"
 
 
+def test_float32_is_refused_on_gpus(tiny: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
+    error = error_of("sft", sft(tiny, tmp_path), "--dry-run", "run.platform=cuda", "model.dtype=float32")
+    assert "needs model.dtype=bfloat16, got float32" in error and "set model.dtype" in error
+
+
 def test_a_microbatch_must_hold_the_longest_sample_as_context_ranks_pad_it(
     tiny: Path, tmp_path: Path, error_of: Callable[..., str]
 ) -> None:
@@ -115,7 +120,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage(2**30, 2**30, 2**20))
     for verb, config in (("sft", sft), ("rl", rl)):
         error = error_of(verb, config(tiny, tmp_path))
-        assert "run.dir" in error and "room for one checkpoint" in error and "0.000977 GiB free" in error
+        assert "run.dir" in error and "room for 3 checkpoints" in error and "0.000977 GiB free" in error
         assert "choose another run.dir" in error
 
 

@@ -100,6 +100,13 @@ def test_a_stream_resumes_only_with_the_seed_and_data_it_started_with() -> None:
         make_stream(6, 2, seed=4).load_state_dict(state)
     with pytest.raises(ConfigError, match=r"resume with the num_samples .*, 6, got 7;"):
         make_stream(7, 2).load_state_dict(state)
+    samples = make_samples(6)
+    samples[4].loss_mask[1] ^= True
+    config = SftDataConfig(train=["x"], samples_per_step=2, microbatch_tokens=40)
+    other = SftStream(samples, config=config, seed=3, data_parallel_size=1)
+    with pytest.raises(ConfigError, match=r"resume with the contents of its training data"):
+        other.load_state_dict(state)
+    other.load_state_dict({name: value for name, value in state.items() if name != "contents"})
 
 
 def test_samples_that_can_never_be_drawn_are_refused_at_the_start() -> None:

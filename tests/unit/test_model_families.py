@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, DataError
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import check_model_folder
 
+make_hf_model = runpy.run_path(str(Path(__file__).parents[1] / "hf_models.py"))["make_hf_model"]
 RELEASED: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
@@ -163,7 +165,24 @@ def test_another_architecture_is_refused_with_the_supported_ones() -> None:
 
 
 def test_a_folder_that_fits_gives_its_config(tmp_path: Path) -> None:
-    assert check_model_folder(write_folder(tmp_path / "model", RELEASED)) == RELEASED
+    make_hf_model(tmp_path, "plain", 0)
+    assert check_model_folder(tmp_path) == json.loads((tmp_path / "config.json").read_text())
+
+
+def test_weights_that_config_json_does_not_describe_are_refused_by_name(tmp_path: Path) -> None:
+    make_hf_model(tmp_path, "plain", 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, said in (
+        ({"num_hidden_layers": 3}, r"weight model\.layers\.2\..* is missing"),
+        ({"num_hidden_layers": 1}, r"weight model\.layers\.1\..* has no place in the model"),
+        ({"vocab_size": 500}, r"lm_head\.weight must have shape \[500, 64\] by config\.json, got \[512, 64\]"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(DataError, match=said):
+            check_model_folder(tmp_path)
+    save_file({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"model\.norm\.weight .* must be one of F32, BF16, F16, F64, got I32"):
+        check_model_folder(tmp_path)
 
 
 def test_broken_folders_are_refused_by_what_is_wrong(tmp_path: Path) -> None:

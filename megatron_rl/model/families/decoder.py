@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.model.families.family import HfConfig
+from megatron_rl.model.families.values import need, rope_setting, rope_type, setting
 from megatron_rl.model.stages import stage_layers
 
 Rule = tuple[str, Any, Any]
@@ -51,19 +52,6 @@ class Decoder:
     """The head is the embedding."""
 
 
-def need(hf_config: HfConfig, *names: str) -> int:
-    """The first of names that is set, a size: the same setting under its older and newer name."""
-    for name in names:
-        value = hf_config.get(name)
-        if value is not None and not (type(value) is int and value > 0):
-            raise ConfigError(
-                f"config.json: {name} must be a whole number above 0, got {value!r}; restore the original model's file"
-            )
-        if value is not None:
-            return value
-    raise ConfigError(f"config.json must set {' or '.join(names)}; restore the original model's file")
-
-
 def shared_sizes(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Decoder that every architecture spells alike."""
     hidden, heads = need(hf_config, "hidden_size"), need(hf_config, "num_attention_heads")
@@ -74,28 +62,20 @@ def shared_sizes(hf_config: HfConfig) -> dict[str, Any]:
         max_positions=need(hf_config, "max_position_embeddings"),
         heads=heads,
         kv_heads=need(hf_config, "num_key_value_heads"),
-        head_dim=hf_config.get("head_dim") or hidden // heads,
-        rope_base=float(rope_setting(hf_config, "rope_theta", 10000.0)),
+        head_dim=setting(hf_config, "head_dim", hidden // heads),
+        rope_base=rope_setting(hf_config, "rope_theta", 10000.0),
         experts_per_token=need(hf_config, "num_experts_per_tok"),
         expert_hidden=need(hf_config, "moe_intermediate_size"),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        tied=setting(hf_config, "tie_word_embeddings", False),
     )
-
-
-def rope_setting(hf_config: HfConfig, name: str, default: Any) -> Any:
-    """transformers 5 writes rope_parameters, earlier versions wrote rope_theta and its like beside rope_scaling."""
-    parameters = hf_config.get("rope_parameters") or {}
-    return parameters.get(name) or hf_config.get(name) or default
 
 
 def shared_rules(hf_config: HfConfig) -> list[Rule]:
     """Options that no family supports."""
-    scaling = hf_config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
     return [
-        ("RoPE type", (hf_config.get("rope_parameters") or {}).get("rope_type") or kind, "default"),
+        ("RoPE type", rope_type(hf_config), "default"),
         ("hidden_act", hf_config.get("hidden_act", "silu"), "silu"),
-        ("attention_dropout", float(hf_config.get("attention_dropout") or 0.0), 0.0),
+        ("attention_dropout", float(setting(hf_config, "attention_dropout", 0.0)), 0.0),
         ("quantization_config", hf_config.get("quantization_config"), None),
     ]
 
@@ -108,6 +88,11 @@ def check_decoder(decoder: Decoder, rules: Iterable[Rule], family: str) -> None:
                 f"config.json: {name} must be {supported!r} for a {family} here, got {value!r}; "
                 "choose a model without it: training would compute something else than the model"
             )
+    if decoder.head_dim < 2 or decoder.head_dim % 2:
+        raise ConfigError(
+            "head_dim, hidden_size // num_attention_heads where it is not set, must be even and above 0, got "
+            f"{decoder.head_dim}; restore the original model's config.json"
+        )
     if decoder.heads % decoder.kv_heads:
         raise ConfigError(
             f"num_attention_heads must be a multiple of num_key_value_heads, got {decoder.heads} and "

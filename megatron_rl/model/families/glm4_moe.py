@@ -9,9 +9,10 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.model.families import decoder
-from megatron_rl.model.families.decoder import Decoder, need
+from megatron_rl.model.families.decoder import Decoder
 from megatron_rl.model.families.family import Family, HfConfig
 from megatron_rl.model.families.parts import weight_parts
+from megatron_rl.model.families.values import check_values, need, rope_setting, setting
 
 LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -20,48 +21,40 @@ def _decoder(hf_config: HfConfig) -> Decoder:
     expert_hidden = need(hf_config, "moe_intermediate_size")
     return Decoder(
         **decoder.shared_sizes(hf_config),
-        norm_epsilon=hf_config.get("rms_norm_eps", 1e-5),
+        norm_epsilon=setting(hf_config, "rms_norm_eps", 1e-5),
         num_experts=need(hf_config, "n_routed_experts", "num_local_experts"),
         dense_hidden=need(hf_config, "intermediate_size"),
-        rotary_share=float(decoder.rope_setting(hf_config, "partial_rotary_factor", 0.5)),
-        num_dense_layers=hf_config.get("first_k_dense_replace", 1),
-        shared_hidden=expert_hidden * _size(hf_config, "n_shared_experts"),
+        rotary_share=rope_setting(hf_config, "partial_rotary_factor", 0.5),
+        num_dense_layers=setting(hf_config, "first_k_dense_replace", 1),
+        shared_hidden=expert_hidden * setting(hf_config, "n_shared_experts", 1),
         expert_bias=True,
-        qkv_bias=bool(hf_config.get("attention_bias", False)),
-        qk_norm=bool(hf_config.get("use_qk_norm", False)),
+        qkv_bias=setting(hf_config, "attention_bias", False),
+        qk_norm=setting(hf_config, "use_qk_norm", False),
     )
 
 
-def _size(hf_config: HfConfig, name: str) -> int:
-    """A size that transformers takes for 1 where config.json is silent."""
-    return need({name: 1, **hf_config}, name)
-
-
 def _check(hf_config: HfConfig) -> None:
+    check_values(hf_config)
     sizes = _decoder(hf_config)
     # Megatron's sigmoid router divides the chosen scores by their sum exactly where a token has several experts.
     several = sizes.experts_per_token > 1
-    rules = [*decoder.shared_rules(hf_config), ("norm_topk_prob", bool(hf_config.get("norm_topk_prob", True)), several)]
+    rules = [*decoder.shared_rules(hf_config), ("norm_topk_prob", setting(hf_config, "norm_topk_prob", True), several)]
     decoder.check_decoder(sizes, rules, "GLM-4-MoE")
     _check_groups(hf_config, sizes)
-    if not 0 <= sizes.num_dense_layers < sizes.num_layers:
+    if sizes.num_dense_layers >= sizes.num_layers:
         raise ConfigError(
             f"first_k_dense_replace must leave layers with experts, got {sizes.num_dense_layers} of "
             f"{sizes.num_layers} layers; choose a mixture-of-experts model"
         )
-    if (rotary := sizes.head_dim * sizes.rotary_share) > sizes.head_dim or rotary % 2:
+    if sizes.head_dim * sizes.rotary_share % 2:
         raise ConfigError(
             "partial_rotary_factor must take an even number of each head's dimensions, got "
             f"{sizes.rotary_share} of {sizes.head_dim}; restore the original model's config.json"
         )
-    if _scaling(hf_config) <= 0:
-        raise ConfigError(
-            f"routed_scaling_factor must be above 0, got {_scaling(hf_config)}; restore the original config.json"
-        )
 
 
 def _check_groups(hf_config: HfConfig, sizes: Decoder) -> None:
-    groups, kept = _size(hf_config, "n_group"), _size(hf_config, "topk_group")
+    groups, kept = _groups(hf_config)
     in_group = sizes.num_experts // groups
     if sizes.num_experts % groups or kept > groups or kept * in_group < sizes.experts_per_token:
         raise ConfigError(
@@ -77,17 +70,18 @@ def _check_groups(hf_config: HfConfig, sizes: Decoder) -> None:
         )
 
 
-def _scaling(hf_config: HfConfig) -> float:
-    return float(hf_config.get("routed_scaling_factor", 1.0))
+def _groups(hf_config: HfConfig) -> tuple[int, int]:
+    """(groups of experts, those a token keeps)"""
+    return setting(hf_config, "n_group", 1), setting(hf_config, "topk_group", 1)
 
 
 def _transformer_kwargs(hf_config: HfConfig) -> dict[str, Any]:
-    groups, kept = _size(hf_config, "n_group"), _size(hf_config, "topk_group")
+    groups, kept = _groups(hf_config)
     limited = kept < groups
     return decoder.transformer_kwargs(
         _decoder(hf_config),
         moe_router_score_function="sigmoid",
-        moe_router_topk_scaling_factor=_scaling(hf_config),
+        moe_router_topk_scaling_factor=float(setting(hf_config, "routed_scaling_factor", 1.0)),
         moe_router_num_groups=groups if limited else None,
         moe_router_group_topk=kept if limited else None,
     )
@@ -98,7 +92,8 @@ def _is_redundant(hf_config: HfConfig, name: str) -> bool:
     if name == "lm_head.weight":
         return _decoder(hf_config).tied
     found, num_layers = LAYER_NUMBER.match(name), need(hf_config, "num_hidden_layers")
-    num_extra = hf_config.get("num_nextn_predict_layers", 1) or 0
+    # null and 0 are none, but transformers takes a config.json that is silent for 1.
+    num_extra = setting({"num_nextn_predict_layers": 1, **hf_config}, "num_nextn_predict_layers", 0)
     return found is not None and num_layers <= int(found[1]) < num_layers + num_extra
 
 

@@ -3,27 +3,29 @@
 from typing import Any
 
 from megatron_rl.model.families import decoder
-from megatron_rl.model.families.decoder import Decoder, need
+from megatron_rl.model.families.decoder import Decoder
 from megatron_rl.model.families.family import Family, HfConfig
 from megatron_rl.model.families.parts import weight_parts
+from megatron_rl.model.families.values import check_values, need, setting
 
 
 def _decoder(hf_config: HfConfig) -> Decoder:
     return Decoder(
         **decoder.shared_sizes(hf_config),
-        norm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
+        norm_epsilon=setting(hf_config, "rms_norm_eps", 1e-6),
         num_experts=need(hf_config, "num_experts", "num_local_experts"),
-        dense_hidden=hf_config.get("intermediate_size") or need(hf_config, "moe_intermediate_size"),
+        dense_hidden=need(hf_config, "intermediate_size", "moe_intermediate_size"),
     )
 
 
 def _check(hf_config: HfConfig) -> None:
+    check_values(hf_config)
     rules = [
         *decoder.shared_rules(hf_config),
-        ("use_sliding_window", bool(hf_config.get("use_sliding_window", False)), False),
-        ("attention_bias", bool(hf_config.get("attention_bias", False)), False),
-        ("mlp_only_layers", list(hf_config.get("mlp_only_layers") or []), []),
-        ("decoder_sparse_step", hf_config.get("decoder_sparse_step", 1), 1),
+        ("use_sliding_window", setting(hf_config, "use_sliding_window", False), False),
+        ("attention_bias", setting(hf_config, "attention_bias", False), False),
+        ("mlp_only_layers", setting(hf_config, "mlp_only_layers", []), []),
+        ("decoder_sparse_step", setting(hf_config, "decoder_sparse_step", 1), 1),
     ]
     decoder.check_decoder(_decoder(hf_config), rules, "Qwen3-MoE")
 
@@ -31,7 +33,7 @@ def _check(hf_config: HfConfig) -> None:
 def _transformer_kwargs(hf_config: HfConfig) -> dict[str, Any]:
     # Softmax over all experts first and no renormalisation, or softmax over the chosen ones: the same as renormalising
     # their probabilities.
-    pre_softmax = not hf_config.get("norm_topk_prob", False)
+    pre_softmax = not setting(hf_config, "norm_topk_prob", False)
     return decoder.transformer_kwargs(_decoder(hf_config), moe_router_pre_softmax=pre_softmax)
 
 
