@@ -133,7 +133,7 @@ def test_a_run_is_refused_that_does_not_fit_its_newest_checkpoint(tmp_path: Path
         check_resumable(tmp_path, model_path, QWEN, "bfloat16", platform="cpu")
     with pytest.raises(ConfigError, match="num_layers 2 there, 3 here"):
         check_resumable(tmp_path, model_path, {**QWEN, "num_hidden_layers": 3}, "float32", platform="cpu")
-    with pytest.raises(ConfigError, match="rotary_base 10000.0 there, 500000.0 here"):
+    with pytest.raises(ConfigError, match=r"rotary_base 10000\.0 there, 500000\.0 here"):
         check_resumable(tmp_path, model_path, {**QWEN, "rope_theta": 5e5}, "float32", platform="cpu")
     other = tokenizer(tmp_path / "other", eos_token="</s>")
     with pytest.raises(ConfigError, match=r"step_000004 must be .* tokenizer_config.json"):
