@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from megatron_rl.checkpoint.config import Direction
 from megatron_rl.checkpoint.conversion import start_conversion
-from megatron_rl.checkpoint.folders import META_NAME, STATE_NAME, new_folder, partial_folder
+from megatron_rl.checkpoint.folders import META_NAME, STATE_NAME, new_folder, partial_folder, reading
 from megatron_rl.checkpoint.hf_files import HfFiles
 from megatron_rl.checkpoint.identity import describe_model
 from megatron_rl.checkpoint.safetensors_file import SafetensorsReader
@@ -107,7 +107,8 @@ def convert(
         name = stored if to_hf else dtype or stored
         model = build_from_config(hf_config, name, ParallelConfig(), groups, nowhere)
     if to_hf:
-        _write_hf(model, groups, source, target, companions=Path(hf_source or source), dtype=dtype or stored)
+        with reading(source, cure="convert or copy it again"):
+            _write_hf(model, groups, source, target, companions=Path(hf_source or source), dtype=dtype or stored)
     else:
         _write_megatron(model, groups, source, target, platform.kind)
     return target

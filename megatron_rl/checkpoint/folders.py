@@ -58,19 +58,32 @@ def read_extra(path: Path, name: str) -> bytes:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns whatever reading a damaged checkpoint raises into a ConfigError that names it and the way out."""
+def reading(path: Path, *, cure: str | None = None) -> Iterator[None]:
+    """Turns whatever reading a damaged checkpoint raises into a ConfigError that names it and the way out.
+
+    cure None: path is a run's, which can go on without it.
+    """
     try:
         yield
-    except (ConfigError, DataError, KeyboardInterrupt, SystemExit):
+    except (ConfigError, DataError, RunError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        earlier = [other for other in checkpoints(path.parent) if checkpoint_step(other) < checkpoint_step(path)]
-        cure = f"go on from {earlier[-1].name}" if earlier else "start from step 0"
         raise ConfigError(
             f"checkpoint {path} must be whole, got {type(error).__name__} while reading it: "
-            f"{' '.join(str(error).split())[:200]}; move it away to {cure}"
+            f"{' '.join(str(error).split())[:200]}; {cure or _way_on(path)}"
         ) from error
+
+
+def check_whole(folder: Path) -> None:
+    """ConfigError for a checkpoint below folder without the file that is written last: a save never leaves one so."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if _STEP_NAME.fullmatch(path.name) and not (path / META_NAME).is_file():
+            raise ConfigError(f"checkpoint {path} must be whole, got none of its {META_NAME}; {_way_on(path)}")
+
+
+def _way_on(path: Path) -> str:
+    earlier = [other for other in checkpoints(path.parent) if checkpoint_step(other) < checkpoint_step(path)]
+    return f"move it away to {f'go on from {earlier[-1].name}' if earlier else 'start from step 0'}"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.config import CheckpointConfig
-from megatron_rl.checkpoint.folders import META_NAME, checkpoints, latest_checkpoint, reading
+from megatron_rl.checkpoint.folders import META_NAME, check_whole, checkpoints, latest_checkpoint, reading
 from megatron_rl.config import ConfigError
 from megatron_rl.distributed.device import PlatformKind
 from megatron_rl.model.families import family_for
@@ -92,6 +92,7 @@ def check_resumable(
     run_dir: Path, model_path: Path, hf_config: HfConfig, dtype: str, *, platform: PlatformKind
 ) -> None:
     """ConfigError when the newest checkpoint of the run folder is not of this model, dtype, tokenizer and platform."""
+    check_whole(Path(run_dir) / "checkpoints")
     path = latest_checkpoint(Path(run_dir) / "checkpoints")
     if path is None:
         return

@@ -48,6 +48,9 @@ RUNS: dict[str, list[list[str]]] = {
     "megatron-rl report RUN": [["report", "runs/tiny-sft"]],
     "megatron-rl report RUN [RUN ...]": [["report", "runs/tiny-sft", "runs/tiny-rl", "--out", "runs/both.html"]],
     "megatron-rl convert SOURCE TARGET": [["convert", "runs/tiny/model", "runs/converted"]],
+    "megatron-rl convert RUN/checkpoints/step_000020 DIR --hf-source MODEL": [
+        ["convert", "runs/tiny-sft/checkpoints/step_000250", "runs/back", "--hf-source", "runs/tiny/model"]
+    ],
 }
 """Documented command -> what is run for it; an empty list where another entry runs the same."""
 COMMAND = re.compile(r"\b(?:megatron-rl|torchrun|make|sbatch|(?<!sbatch )examples/launch/\w+\.sh) [^#]*?(?=  |$)")

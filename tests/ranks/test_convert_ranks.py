@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,3 +108,15 @@ def test_tensors_that_do_not_fit_are_named_before_anything_is_written(
         "not_numbers",
         "smaller",
     ]
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_line(models: Path, tmp_path: Path) -> None:
+    megatron = tmp_path / "megatron"
+    command = [sys.executable, "-m", "megatron_rl.cli.main", "convert"]
+    subprocess.run([*command, models / "plain", megatron], check=True, capture_output=True)
+    stored = megatron / "state" / "__0_0.distcp"
+    stored.write_bytes(stored.read_bytes()[:1000])
+    done = subprocess.run([*command, megatron, tmp_path / "back"], capture_output=True, text=True, check=False)
+    (error,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert done.returncode == 2 and f"checkpoint {megatron} must be whole" in error and "copy it again" in error
+    assert "Traceback" not in done.stderr and not (tmp_path / "back").exists()

@@ -72,7 +72,7 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_cure(
 
 @pytest.mark.parametrize("released", [AIR, QWEN], ids=["glm4", "qwen3"])
 @pytest.mark.parametrize("key", sorted(KINDS))
-@pytest.mark.parametrize("value", [None, "x", "1", 0, -1, 1.5, True, [], {}, [{}], {"rope_theta": []}, 10**400, NAN])
+@pytest.mark.parametrize("value", [None, "x", "1", 0, -1, 1.5, True, [], {}, [{}], {"rope_theta": []}, NAN])
 def test_a_config_is_refused_in_words_or_described_whole(released: dict[str, Any], key: str, value: Any) -> None:
     config, family = {**released, "num_hidden_layers": 2, key: value}, family_for(released)
     try:
