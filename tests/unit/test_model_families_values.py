@@ -79,7 +79,8 @@ def test_a_config_is_refused_in_words_or_described_whole(released: dict[str, Any
         family.check(config)
     except ConfigError:
         return
-    family.transformer_kwargs(config), family.model_kwargs(config)
+    family.transformer_kwargs(config)
+    family.model_kwargs(config)
     assert not family.is_redundant(config, "model.embed_tokens.weight")
 
 
