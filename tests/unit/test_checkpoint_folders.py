@@ -178,7 +178,5 @@ def test_a_run_needs_room_for_one_checkpoint_more_than_it_keeps_and_its_export(
 def test_a_checkpoint_without_its_last_file_is_damaged_not_absent(tmp_path: Path) -> None:
     model_path, saved = tokenizer(tmp_path / "model"), save(tmp_path / "checkpoints", 4)
     (saved / "meta.json").unlink()
-    with pytest.raises(
-        ConfigError, match=r"step_000004 must be whole, .* meta\.json; move it away"
-    ):
+    with pytest.raises(ConfigError, match=r"step_000004 must be whole, .* meta\.json; move it away"):
         check_resumable(tmp_path, model_path, QWEN, "float32", platform="cpu")
