@@ -46,8 +46,7 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
 
 LAYOUTS = {
     "DP2": [],
-    "TP2": ["parallel.tensor=2"],
-    "EP2": ["parallel.expert=2"],
+    "TP2-EP2": ["parallel.tensor=2", "parallel.expert=2"],
     "TP2-ETP2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
     "PP2": ["parallel.pipeline=2", "data.microbatch_tokens=128"],
     "CP2": ["parallel.context=2", "model.recompute=full"],

@@ -27,7 +27,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(params=[f"{layout}/{model}" for layout in LAYOUTS for model in ("plain", "tied", "glm")])
+TIED_LAYOUTS = ["single", "tp2", "pp2", "cp2", "tp2_pp2", "pp2_ep2_dp2"]
+CASES = [f"{layout}/{model}" for layout in LAYOUTS for model in ("plain", "glm")]
+
+
+@pytest.fixture(params=[*CASES, *(f"{layout}/tied" for layout in TIED_LAYOUTS)])
 def result(request: pytest.FixtureRequest, measured: dict[str, Any]) -> dict[str, Any]:
     """Measurements of one layout and model."""
     return measured[request.param]
