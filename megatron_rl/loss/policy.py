@@ -67,8 +67,10 @@ def gradient_scale(policy_logp: Tensor, engine_logp: Tensor, *, g_max: float | N
     if not g_max > 0:
         raise ValueError(f"g_max must be above 0, got {g_max}; 2 is the Kolibri setting, None switches the bound off")
     with torch.no_grad():
-        # expm1 keeps 1 - p where p is close to 1; a log-prob rounded to above 0 counts as 0.
-        not_taken = torch.expm1(policy_logp.clamp(max=0.0)).abs()
+        # expm1 keeps 1 - p where p is close to 1; a log-prob rounded to above 0 counts as 0. One that rounds to 0 may
+        # hide a 1 - p of the precision's epsilon, which a large enough ratio would lift above the bound.
+        epsilon = torch.finfo(policy_logp.dtype).eps
+        not_taken = torch.expm1(policy_logp.clamp(max=0.0)).abs().clamp(min=epsilon)
         return (g_max / (_ratio(policy_logp, engine_logp) * not_taken)).clamp(max=1.0)
 
 

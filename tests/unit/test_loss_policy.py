@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -111,6 +111,7 @@ def test_logit_gradient_is_the_advantage_times_the_bounded_g(
 
 
 @given(logits=LOGITS, engine_p=ENGINE_P, advantage=ADVANTAGE)
+@example(logits=[0.0, -17.0], engine_p=1e-8, advantage=-1.0)
 def test_logit_gradient_is_bounded_in_float32(logits: list[float], engine_p: float, advantage: float) -> None:
     low = torch.tensor(logits, dtype=torch.float32)
     gradient = logit_gradient(low, 0, engine_p, advantage, CONFIG)
