@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a machine with a GPU")
     for item in gpu_items:
         item.add_marker(pytest.mark.gpu)
         item.add_marker(missing)

@@ -42,12 +42,10 @@ def sft(
 
         typer.echo(dry_run_sft(run, Cluster(gpus_per_node, gpu_memory)))
         return
-    from megatron_rl.checkpoint.folders import latest_checkpoint
     from megatron_rl.cli.launch import run_sft
 
     folder = run_sft(run)
-    weights = folder / "hf" if run.trainer.export else latest_checkpoint(folder / "checkpoints")
-    typer.echo(f"done: weights in {weights}, page {folder / 'report.html'}")
+    _say_done(folder, run.trainer.export)
 
 
 @app.command()
@@ -69,12 +67,10 @@ def rl(
 
         typer.echo(dry_run_rl(run, Cluster(gpus_per_node, gpu_memory)))
         return
-    from megatron_rl.checkpoint.folders import latest_checkpoint
     from megatron_rl.cli.launch import run_rl
 
     folder = run_rl(run)
-    weights = folder / "hf" if run.trainer.export else latest_checkpoint(folder / "checkpoints")
-    typer.echo(f"done: weights in {weights}, page {folder / 'report.html'}")
+    _say_done(folder, run.trainer.export)
 
 
 @app.command()
@@ -206,6 +202,13 @@ def _check_dry_run_options(dry_run: bool, gpu_memory: float | None, gpus_per_nod
     for option, given in (("--gpu-memory", gpu_memory is not None), ("--gpus-per-node", gpus_per_node != _NODE_GPUS)):
         if given and not dry_run:
             raise ConfigError(f"{option} has no effect without --dry-run; add that or remove this")
+
+
+def _say_done(folder: Path, exported: bool) -> None:
+    from megatron_rl.checkpoint.folders import latest_checkpoint
+
+    weights = folder / "hf" if exported else latest_checkpoint(folder / "checkpoints")
+    typer.echo(f"done: weights in {weights}, page {folder / 'report.html'}")
 
 
 def main() -> None:

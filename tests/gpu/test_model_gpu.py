@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 LENGTHS = [64, 17, 1, 46]
 SIZES = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64)
 """That fit the fused kernels."""
