@@ -7,6 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRITON := $(VENV)/triton/.installed
 PINS := requirements/cpu.txt requirements/cpu-nodeps.txt requirements/dev.txt
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/pip install -qq
 PYTHON ?=
@@ -47,6 +48,11 @@ $(STAMP): $(PINS) setup.py | $(BIN)/pip
 	@touch $@
 	@echo "$(VENV) is ready"
 
+$(TRITON): requirements/triton.txt $(STAMP)
+	@echo "installing Triton beside the rest of $(VENV), for the tests of its kernels (1 GB)"
+	@$(PIP) --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
 quickstart: $(STAMP)
 	@$(BIN)/megatron-rl quickstart
 
@@ -54,7 +60,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow and not gpu"
 
 # Two tests look at the report page in a browser; as root on Debian it is installed, elsewhere they say what to do.
-test-all: $(STAMP)
+test-all: $(STAMP) $(TRITON)
 	@type -p chromium chromium-browser google-chrome | grep -q . \
 	    || { [ "$$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq install -y chromium; } || true
 	@$(BIN)/python -m pytest

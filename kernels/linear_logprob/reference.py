@@ -4,25 +4,29 @@ With z the logits over temperature, p = softmax(z), u one-hot of the token, H th
 back to (log p[token], H):
     d/dz = g (u - p) - e p (log p + H)
 The backward starts with the chunk whose logits the forward formed last, and forms the others again: up to one matmul in
-four more than keeping them all, and no [T, V] tensor.
-Low-precision inputs are taken to float32 in front of the matmul, where their products are exact: what is rounded to the
-inputs' precision is the gradients, once.
+four more than keeping them all, and no [T, V] tensor. What passes over the rows of a chunk is an argument: torch here,
+Triton in kernel.py.
 """
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from megatron_rl_kernels.vocabulary import (
+    GradientSums,
+    HeadCall,
+    HeadShard,
+    check_head,
+    chunks,
+    default_chunk,
+    reduce_max,
+    reduce_sum,
+    row_tiles,
+    tile_scratch,
+)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-
-_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-"""Logits formed at a time: 32 MiB on the CPU, where fewer rows slow the head's gradient down; 512 MiB on GPUs."""
-_LEAST_CHUNK = 128
-"""Rows below which the matmuls themselves get slow, however large V is."""
 
 
 class LogprobOut(NamedTuple):
@@ -34,10 +38,40 @@ class LogprobOut(NamedTuple):
     """[T]: of the whole distribution."""
 
 
-def default_chunk(num_rows_V: int, device_type: str) -> int:
-    """Tokens whose logits are formed at a time against so many rows of the head."""
-    budget = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"])
-    return max(_LEAST_CHUNK, budget // num_rows_V)
+class RowStats(NamedTuple):
+    """What one vocabulary shard says about each token; float32, one entry per row."""
+
+    peak: Tensor
+    """Largest z."""
+    total: Tensor
+    """Sum of exp(z - peak)."""
+    mean: Tensor
+    """Mean of z - peak under the shard's own softmax."""
+
+
+class Softmax(NamedTuple):
+    """The whole distribution of each token as one shard uses it; float64, one entry per row."""
+
+    peak: Tensor
+    """Largest z of all shards."""
+    log_total: Tensor
+    """log of the sum of exp(z - peak) over all shards."""
+    log_share: Tensor
+    """log of this shard's share of probability."""
+    entropy: Tensor
+
+    def at(self, rows: slice) -> "Softmax":
+        return Softmax(*(entries[rows] for entries in self))
+
+
+class RowPasses(NamedTuple):
+    """The two passes over a chunk of logits, [c, V] float32."""
+
+    stats: Callable[[Tensor], RowStats]
+    """May change a row of the logits by a constant."""
+    gradient: Callable[[Tensor, Softmax, Tensor, Tensor | None], None]
+    """(logits, softmax, g, e or None for 0): replaces logits by -g p - e p (log p + H). The logits are as stats left
+    them, or formed again."""
 
 
 def reference_linear_logprob(
@@ -49,121 +83,90 @@ def reference_linear_logprob(
     group: ProcessGroup | None,
     temperature: float,
     chunk: int | None,
+    passes: RowPasses | None = None,
 ) -> LogprobOut:
-    """See megatron_rl_kernels.linear_logprob."""
-    _check_arguments(hidden_TH, head_VH, token_ids, vocab_start, temperature, chunk)
-    if chunk is None:
-        chunk = default_chunk(len(head_VH), hidden_TH.device.type)
-    logp, entropy = _LinearLogprob.apply(hidden_TH, head_VH, token_ids, vocab_start, group, 1.0 / temperature, chunk)
-    return LogprobOut(logp, entropy)
+    """See megatron_rl_kernels.linear_logprob. passes None: plain torch."""
+    check_head(hidden_TH, head_VH, vocab_start=vocab_start, temperature=temperature, chunk=chunk)
+    if token_ids.shape != hidden_TH.shape[:1] or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"token_ids must be int32 or int64 [T], one per row of hidden ({len(hidden_TH)}), got {token_ids.dtype} "
+            f"{list(token_ids.shape)}; pass the targets, already shifted"
+        )
+    call = HeadCall(
+        group,
+        temperature,
+        chunk or default_chunk(len(head_VH), hidden_TH.device.type),
+        passes or RowPasses(_row_stats, _row_gradient),
+    )
+    return LogprobOut(*_LinearLogprob.apply(hidden_TH, head_VH, token_ids.long() - vocab_start, call))
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        head_VH: Tensor,
-        token_ids: Tensor,
-        vocab_start: int,
-        group: ProcessGroup | None,
-        inverse_temperature: float,
-        chunk: int,
+        ctx: Any, hidden_TH: Tensor, head_VH: Tensor, local_ids: Tensor, call: HeadCall[RowPasses]
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        local_ids = token_ids.long() - vocab_start
-        stats, last_logits = _shard_stats(hidden_TH, head_VH, local_ids, inverse_temperature, chunk)
-        logp, entropy, log_share = _merge_shards(stats, group)
-        ctx.save_for_backward(hidden_TH, head_VH, local_ids, log_share, entropy, last_logits)
-        ctx.group, ctx.inverse_temperature, ctx.chunk = group, inverse_temperature, chunk
-        return logp, entropy
+        shard = HeadShard.of(hidden_TH, head_VH, call.temperature)
+        columns, here = _columns(local_ids, len(head_VH))
+        buffer = shard.buffer(call.chunk)
+        peak, total, mean, taken = buffer.new_empty(4, len(hidden_TH))
+        for rows in chunks(len(hidden_TH), call.chunk):
+            logits = shard.logits(rows, buffer)
+            taken[rows] = logits.gather(1, columns[rows]).squeeze(1)
+            peak[rows], total[rows], mean[rows] = call.passes.stats(logits)
+        stats = RowStats(peak, total, mean)
+        logp, softmax = _merge_shards(stats, torch.where(here, taken, 0.0), here, call.group)
+        ctx.save_for_backward(hidden_TH, head_VH, local_ids, *softmax)
+        ctx.call = call
+        # The last chunk's logits. The backward overwrites them; a second one forms them again.
+        ctx.buffer = buffer
+        return logp.float(), softmax.entropy.float()
 
     @staticmethod
     @once_differentiable  # pyright takes its ctx for positional-only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_TH, head_VH, local_ids, log_share, entropy, logits = ctx.saved_tensors
-        grad_logp, grad_entropy = grads
-        grad_logp = torch.zeros_like(log_share) if grad_logp is None else grad_logp
-        head32_VH = head_VH.float()
-        needs_hidden, needs_head = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_TH, dtype=torch.float32) if needs_hidden else None
-        grad_head = torch.zeros_like(head32_VH) if needs_head else None
-        scratch = torch.empty(min(ctx.chunk, len(hidden_TH)), len(head_VH), device=head_VH.device)
-        for rows in reversed(_chunks(len(hidden_TH), ctx.chunk)):
-            hidden32 = hidden_TH[rows].float()
-            if logits is None:
-                with _products_in(hidden_TH.dtype, head_VH.dtype):
-                    logits = _logits(hidden32, head32_VH, ctx.inverse_temperature)
-            row_entropy = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
-            slope = _logit_gradient(logits, local_ids[rows], log_share[rows], grad_logp[rows], row_entropy, scratch)
-            if grad_hidden is not None:
-                torch.mm(slope, head32_VH, out=grad_hidden[rows])
-            if grad_head is not None:
-                grad_head.addmm_(slope.t(), hidden32, alpha=ctx.inverse_temperature)
-            logits = None
-        if grad_hidden is not None:
-            grad_hidden.mul_(ctx.inverse_temperature)
-            if ctx.group is not None and len(hidden_TH):
-                dist.all_reduce(grad_hidden, group=ctx.group)
-            grad_hidden = grad_hidden.to(hidden_TH.dtype)
-        if grad_head is not None:
-            grad_head = grad_head.to(head_VH.dtype)
-        return grad_hidden, grad_head, None, None, None, None, None
+        hidden_TH, head_VH, local_ids, *entries = ctx.saved_tensors
+        softmax, call = Softmax(*entries), ctx.call
+        by_logp, by_entropy = grads
+        by_logp = torch.zeros_like(softmax.entropy, dtype=torch.float32) if by_logp is None else by_logp
+        shard = HeadShard.of(hidden_TH, head_VH, call.temperature)
+        sums = GradientSums(shard, hidden=ctx.needs_input_grad[0], head=ctx.needs_input_grad[1])
+        columns, here = _columns(local_ids, len(head_VH))
+        by_taken = torch.where(here, by_logp, 0.0)[:, None]
+        buffer, ctx.buffer = ctx.buffer, None
+        formed = buffer is not None
+        buffer = buffer if formed else shard.buffer(call.chunk)
+        for rows in reversed(chunks(len(hidden_TH), call.chunk)):
+            logits = buffer[: rows.stop - rows.start] if formed else shard.logits(rows, buffer)
+            formed = False
+            call.passes.gradient(
+                logits, softmax.at(rows), by_logp[rows], None if by_entropy is None else by_entropy[rows]
+            )
+            sums.add(rows, logits.scatter_add_(1, columns[rows], by_taken[rows]))
+        by_hidden, by_head = sums.finish(call.group, hidden_dtype=hidden_TH.dtype, head_dtype=head_VH.dtype)
+        return by_hidden, by_head, None, None
 
 
-class _ShardStats(NamedTuple):
-    """What one vocabulary shard says about each token; [T], float32."""
-
-    peak: Tensor
-    """Largest z."""
-    log_sum: Tensor
-    """log of the sum of exp(z - peak)."""
-    mean: Tensor
-    """Mean of z - peak under the shard's own softmax."""
-    taken: Tensor
-    """z of the token; 0 if the shard does not hold it."""
-    here: Tensor
-    """1 if the shard holds the token, else 0."""
-
-
-def _shard_stats(
-    hidden_TH: Tensor, head_VH: Tensor, local_ids: Tensor, inverse_temperature: float, chunk: int
-) -> tuple[_ShardStats, Tensor]:
-    """(stats, logits of the last chunk up to one constant per row)."""
-    num_tokens, shard_size = len(hidden_TH), len(head_VH)
+def _columns(local_ids: Tensor, shard_size: int) -> tuple[Tensor, Tensor]:
+    """(column of each token in this shard or any, [T, 1]; whether the shard holds it, [T])."""
     here = (local_ids >= 0) & (local_ids < shard_size)
-    columns = local_ids.clamp(0, shard_size - 1)[:, None]
-    head32_VH = head_VH.float()
-    peak, log_sum, mean, taken = head32_VH.new_empty(4, num_tokens)
-    logits = head32_VH.new_empty(0, shard_size)
-    scratch = head32_VH.new_empty(min(chunk, num_tokens), shard_size)
-    for rows in _chunks(num_tokens, chunk):
-        with _products_in(hidden_TH.dtype, head_VH.dtype):
-            logits = _logits(hidden_TH[rows].float(), head32_VH, inverse_temperature)
-        taken[rows] = logits.gather(1, columns[rows]).squeeze(1)
-        torch.amax(logits, dim=1, out=peak[rows])
-        logits.sub_(peak[rows, None])
-        # On CPUs torch's softmax is five times faster than its exp. Its largest entry is 1 over the sum of exp.
-        probs = torch.softmax(logits, dim=1, out=scratch[: len(logits)])
-        log_sum[rows] = -probs.amax(dim=1).log_()
-        torch.sum(probs.mul_(logits), dim=1, out=mean[rows])
-    return _ShardStats(peak, log_sum, mean, torch.where(here, taken, 0.0), here.float()), logits
+    return local_ids.clamp(0, shard_size - 1)[:, None], here
 
 
-def _merge_shards(stats: _ShardStats, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, entropy, log of this shard's share of probability), [T] each. ValueError: an id without a shard."""
-    peak = stats.peak
-    if group is not None and len(peak):
-        peak = peak.clone()
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+def _merge_shards(stats: RowStats, taken: Tensor, here: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Softmax]:
+    """(log-prob, whole distribution) from every shard's stats, z of the token and 1 where it is held, else 0 and 0.
+
+    ValueError: an id without a shard.
+    """
+    # In float64, which costs nothing here: a shard's share would carry the roundings of every step.
+    peak = reduce_max(stats.peak.double(), group)
     shift = stats.peak - peak
-    log_mass = shift + stats.log_sum
+    log_mass = shift + stats.total.double().log()
     mass = log_mass.exp()
-    sums = torch.stack([mass, mass * (stats.mean + shift), stats.taken, stats.here])
-    if group is not None and len(peak):
-        dist.all_reduce(sums, group=group)
+    sums = reduce_sum(torch.stack([mass, mass * (stats.mean + shift), taken.double(), here.double()]), group)
     total, weighted, taken, owners = sums
     if bool((owners != 1).any()):  # the same sums on every rank: all of them raise, or none
         position = int((owners != 1).nonzero()[0])
@@ -172,78 +175,35 @@ def _merge_shards(stats: _ShardStats, group: ProcessGroup | None) -> tuple[Tenso
             f"{position}; check the ids, vocab_start, and that tokenizer and model belong together"
         )
     log_total = total.log()
-    return (taken - peak) - log_total, log_total - weighted / total, log_mass - log_total
+    return (taken - peak) - log_total, Softmax(peak, log_total, log_mass - log_total, log_total - weighted / total)
 
 
-def _logit_gradient(
-    logits_cV: Tensor,
-    local_ids: Tensor,
-    log_share: Tensor,
-    grad_logp: Tensor,
-    entropy: tuple[Tensor, Tensor] | None,
-    scratch: Tensor,
-) -> Tensor:
-    """d loss / d z of one chunk in this shard, [c, V]. entropy: (what the loss sends back to it, its value), or None.
+def _row_stats(logits_cV: Tensor) -> RowStats:
+    """Shifts every row to a largest entry of 0."""
+    stats = RowStats(*logits_cV.new_empty(3, len(logits_cV)))
+    scratch = tile_scratch(logits_cV)
+    for rows in row_tiles(logits_cV):
+        z = logits_cV[rows]
+        torch.amax(z, dim=1, out=stats.peak[rows])
+        z.sub_(stats.peak[rows, None])
+        # On CPUs torch's softmax is five times faster than its exp. Its largest entry is 1 over the sum of exp.
+        probs = torch.softmax(z, dim=1, out=scratch[: len(z)])
+        stats.total[rows] = probs.amax(dim=1).reciprocal_()
+        torch.sum(probs.mul_(z), dim=1, out=stats.mean[rows])
+    return stats
 
-    logits may be off by a constant per row; scratch is overwritten.
-    """
-    probs = torch.softmax(logits_cV, dim=1, out=scratch[: len(logits_cV)])
-    share = log_share.exp()
-    if entropy is None:
-        slope = probs.mul_((-grad_logp * share)[:, None])
-    else:
-        grad_entropy, value = entropy
+
+def _row_gradient(logits_cV: Tensor, softmax: Softmax, by_logp: Tensor, by_entropy: Tensor | None) -> None:
+    share = softmax.log_share.exp()
+    scratch = tile_scratch(logits_cV)
+    by_logp = (by_logp * share).float()[:, None]
+    for rows in row_tiles(logits_cV):
+        z = logits_cV[rows]
+        probs = torch.softmax(z, dim=1, out=scratch[: len(z)])
+        if by_entropy is None:
+            torch.mul(probs, -by_logp[rows], out=z)
+            continue
         # log p + H, from the peak downwards: where p is large, log p must keep its digits.
-        slope = logits_cV - logits_cV.amax(dim=1, keepdim=True)
-        slope.add_((probs.amax(dim=1).log_() + log_share + value)[:, None])
-        slope.mul_((-grad_entropy * share)[:, None]).sub_((grad_logp * share)[:, None]).mul_(probs)
-    shard_size = slope.shape[1]
-    here = (local_ids >= 0) & (local_ids < shard_size)
-    columns = local_ids.clamp(0, shard_size - 1)[:, None]
-    return slope.scatter_add_(1, columns, torch.where(here, grad_logp, 0.0)[:, None])
-
-
-@contextlib.contextmanager
-def _products_in(*dtypes: torch.dtype) -> Iterator[None]:
-    """On CPUs, float32 products of values that all came from bfloat16 by its matrix units: as exact, and faster.
-
-    They take float32 to bfloat16, which changes none of these values, and add up in float32. For GPUs it says nothing.
-    """
-    onednn: Any = torch.backends.mkldnn
-    matmul, before = onednn.matmul, onednn.matmul.fp32_precision
-    if all(dtype == torch.bfloat16 for dtype in dtypes):
-        matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-def _logits(hidden_cH: Tensor, head_VH: Tensor, inverse_temperature: float) -> Tensor:
-    out = hidden_cH.new_empty(len(hidden_cH), len(head_VH))
-    return torch.addmm(out, hidden_cH, head_VH.t(), beta=0, alpha=inverse_temperature, out=out)
-
-
-def _chunks(num_tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, num_tokens)) for start in range(0, num_tokens, chunk)]
-
-
-def _check_arguments(
-    hidden_TH: Tensor, head_VH: Tensor, token_ids: Tensor, vocab_start: int, temperature: float, chunk: int | None
-) -> None:
-    if hidden_TH.dim() != 2 or head_VH.dim() != 2 or hidden_TH.shape[1] != head_VH.shape[1] or not len(head_VH):
-        raise ValueError(
-            f"hidden must be [T, H] and head [V, H] with one H and V at least 1, got {list(hidden_TH.shape)} and "
-            f"{list(head_VH.shape)}; flatten batch dimensions first"
-        )
-    if token_ids.shape != hidden_TH.shape[:1] or token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"token_ids must be int32 or int64 [T], one per row of hidden ({len(hidden_TH)}), got {token_ids.dtype} "
-            f"{list(token_ids.shape)}; pass the targets, already shifted"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}; 1 is the model's own distribution")
-    if vocab_start < 0:
-        raise ValueError(f"vocab_start must not be negative, got {vocab_start}; it is the first row of this shard")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, got {chunk}; None chooses by the size of the cache")
+        z.sub_(z.amax(dim=1, keepdim=True))
+        z.add_((probs.amax(dim=1).double().log_() + softmax.log_share[rows] + softmax.entropy[rows]).float()[:, None])
+        z.mul_((-by_entropy[rows] * share[rows]).float()[:, None]).sub_(by_logp[rows]).mul_(probs)

@@ -33,7 +33,7 @@ class RankMemory:
     activations: int
     """Kept for the backward passes of the microbatches in flight, and what one layer needs while it is recomputed."""
     head: int
-    """Logits of one chunk of tokens, twice, and float32 copies and gradients around them. Last stage only."""
+    """Logits of one chunk of tokens, and float32 copies and gradients around them. Last stage only."""
 
     @property
     def total(self) -> int:
@@ -161,4 +161,4 @@ def _activations(
 def _head(vocabulary: int, hidden: int, *, tokens: int, platform: Literal["cpu", "cuda"]) -> int:
     """vocabulary: rows of this rank. The head works in float32, chunk by chunk; its gradients are whole."""
     rows = min(default_chunk(vocabulary, platform), tokens)
-    return 4 * (2 * rows * vocabulary + 2 * vocabulary * hidden + 2 * tokens * hidden)
+    return 4 * (rows * vocabulary + 2 * vocabulary * hidden + 2 * tokens * hidden)

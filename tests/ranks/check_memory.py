@@ -43,7 +43,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def kept_for_backward(model: PolicyModel, groups: ParallelGroups, weights: set[int]) -> int:
-    """Bytes that autograd keeps of a forward pass over NUM_TOKENS, weights and the head's left out."""
+    """Bytes that autograd keeps of a forward pass over NUM_TOKENS, weights and the head's logits left out."""
     ids = torch.arange(NUM_TOKENS) % 500
     borders = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
     kept: dict[int, torch.Tensor] = {}
@@ -56,8 +56,7 @@ def kept_for_backward(model: PolicyModel, groups: ParallelGroups, weights: set[i
         outputs = taken_logprobs(model, DeviceBatch(ids, ids, borders, (NUM_TOKENS,)), groups)
     assert outputs.logp.requires_grad
     sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights}
-    logits = NUM_TOKENS * model.vocab_size * 4
-    return sum(sizes.values()) - logits
+    return sum(sizes.values())
 
 
 def measure(folder: Path, dtype: Any, parallel: ParallelConfig) -> dict[str, int]:

@@ -53,15 +53,27 @@ def test_of_several_plain_loops_the_fastest_counts(bench: Any) -> None:
 def test_measurements_replace_what_lies_between_the_marks_and_nothing_else(
     bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = bench("run")
+    tables = bench("tables")
     page = tmp_path / "performance.md"
-    page.write_text(run.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(run, "PAGE", page)
-    for cell in ("old", "new"):
-        run.write_page([run.Rows("one", ["layout", "ours"], [["1 process", cell]])], 7)
+    page.write_text(tables.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(tables, "PAGE", page)
+    headings = page.read_text(encoding="utf-8").count("## ")
+    for part, cells in (("trainer", ("old", "new")), ("head", ("old", "other"))):
+        for cell in cells:
+            tables.write_page(part, [tables.Rows("one", ["layout", "ours"], [["1 process", cell]])])
     text = page.read_text(encoding="utf-8")
-    assert "| 1 process | new |" in text and "old |" not in text
-    assert text.startswith("# Performance\n") and text.count("## ") == 2 and "7 rounds" in text
+    assert "| 1 process | new |" in text and "| 1 process | other |" in text and "old |" not in text
+    assert text.startswith("# Performance\n") and text.count("## ") == headings
+
+
+def test_memory_that_does_not_fit_is_read_off_the_line_through_two_sizes_that_do(bench: Any) -> None:
+    assert bench("head").extrapolated((256, 768), (1256, 1768), 8192) == 1000 + 8192
+
+
+@pytest.mark.slow
+def test_the_head_needs_at_most_15_percent_of_the_memory_of_materialised_logits(bench: Any) -> None:
+    ours, plain = bench("head").peaks()
+    assert 0 < ours <= 0.15 * plain
 
 
 @pytest.mark.slow

@@ -1,49 +1,34 @@
 """Times what this project claims to be fast at, as ratios measured in turn in one run: make bench.
 
 The trainer's step in every layout against a plain Hugging Face loop over the same documents, and the log-prob head
-against materialised logits. Absolute figures belong to the machine and the minute; --docs writes the tables into
-docs/performance.md.
+against materialised logits, in time and memory. Absolute figures belong to the machine and the minute; --docs writes
+the tables into docs/performance.md.
 """
 
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import head
 import torch
-from rich.console import Console
-from rich.table import Table
+from tables import Rows, show, write_page
 
 from megatron_rl.cli.tiny import TinyFamily, make_tiny
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "performance.md"
 ONE_PROCESS = ("1 process", "1 process, bfloat16", "1 process, 2 threads")
 TWO_PROCESSES = ("DP2", "DP2, bfloat16", "EP2", "ETP2", "TP2", "TP2, EP2", "PP2, 4 microbatches", "CP2")
-HEAD_SIZES = ((4096, 128, 512), (2048, 512, 32768))
-"""Tokens, hidden size, vocabulary: the quickstart's model, and a real vocabulary."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One table."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
 
 
 def trainer_rows(family: TinyFamily, rounds: int, wanted: str) -> Rows:
     """Every layout whose name holds wanted, in one spawn per number of processes."""
     table = Rows(
-        f"trainer, tiny {family}: tokens/s, and times a plain loop",
+        f"trainer, tiny {family}: tokens/s, and times a plain loop ({rounds} rounds)",
         ["layout", "ours", "plain, 1 process", "ratio", "plain, DDP", "ratio"],
         [],
     )
@@ -85,55 +70,6 @@ def trainer_row(row: dict[str, Any], tokens: float) -> list[str]:
     return cells
 
 
-def head_rows(rounds: int) -> Rows:
-    """The log-prob head, entropy included."""
-    table = Rows(
-        "log-prob head, forward and backward, 1 thread", ["sizes", "dtype", "ours, s", "plain, s", "ratio"], []
-    )
-    for sizes in HEAD_SIZES:
-        for dtype in (torch.float32, torch.bfloat16):
-            ours, plain, ratio = head.measure(*sizes, dtype=dtype, rounds=rounds)
-            name = "T={} H={} V={}".format(*sizes)
-            table.rows.append([name, str(dtype)[6:], f"{ours:.3f}", f"{plain:.3f}", f"{ratio:.2f}x"])
-    return table
-
-
-def machine() -> str:
-    """Processor, cores and versions, without names of hosts."""
-    models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    kind = models[0] if models else platform.machine()
-    return f"{kind}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []
-
-
-def show(table: Rows) -> None:
-    drawn = Table(title=table.title)
-    for column in table.columns:
-        drawn.add_column(column, justify="left" if column == table.columns[0] else "right")
-    for row in table.rows:
-        drawn.add_row(*row)
-    Console(width=120).print(drawn)
-
-
-def as_markdown(table: Rows) -> str:
-    lines = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
-    return "\n".join([f"**{table.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
-
-
-def write_page(tables: list[Rows], rounds: int) -> None:
-    """Replaces what lies between the page's two marks."""
-    begin, end = "<!-- measured by: make bench -->", "<!-- end of measurements -->"
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    parts = [f"{machine()}; medians of {rounds} rounds.", *(as_markdown(table) for table in tables)]
-    PAGE.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="measured steps of each side")
@@ -146,10 +82,9 @@ def main() -> None:
     for family in options.family or get_args(TinyFamily):
         tables.append(trainer_rows(family, options.rounds, options.layouts))
         show(tables[-1])
-    tables.append(head_rows(options.rounds))
-    show(tables[-1])
     if options.docs:
-        write_page(tables, options.rounds)
+        write_page("trainer", tables)
+    head.measure(options.rounds, docs=options.docs)
 
 
 if __name__ == "__main__":
