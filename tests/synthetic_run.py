@@ -81,7 +81,7 @@ def write_rl_run(run_dir: Path, *, steps: int = 24, seed: int = 0, rollouts_per_
         log.write(step, rollout_records(step, rollouts_per_step, skill=skill, noise=noise))
         if step == steps:
             _evaluate(writer, step, steps)
-    (run_dir / "config.yaml").write_text("run:\n  dir: rl\nloss:\n  eps_low: 0.2\n", encoding="utf-8")
+    (run_dir / "config.yaml").write_text("run:\n  dir: rl\nloss:\n  policy:\n    eps_low: 0.2\n", encoding="utf-8")
     rows = [
         {"name": name, "split": split, "rate": rate, "low": rate - 0.05, "high": rate + 0.05, "n": 256}
         for split, rates in {"new_texts": (0.06, 0.31, 0.74), "new_numbers": (0.05, 0.22, 0.61)}.items()

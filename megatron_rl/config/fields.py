@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -27,6 +27,15 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for branch in branches(annotation) for model in models_in(branch)]
+
+
+def tag_of(model: type[BaseModel]) -> tuple[str, str] | None:
+    """(field, value) by which a model is chosen among those of a union, as in `kind: btv`; None if it has none."""
+    for name, field in model.model_fields.items():
+        values = get_args(field.annotation)
+        if get_origin(field.annotation) is Literal and len(values) == 1:
+            return name, str(values[0])
+    return None
 
 
 def items_in(annotation: Any) -> list[Any]:
@@ -60,12 +69,18 @@ def all_fields(
 def follow(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[Any], FieldInfo | None]:
     """Key parts of a location in a validation error, the types allowed there, and the last field passed.
 
-    Pydantic adds to a location the union branch it tried; such parts name no key and are left out.
+    Pydantic adds to a location the union branch it tried; such parts name no key and are left out. Where the branch was
+    chosen by its tag, only its types go on.
     """
     parts: list[str] = []
     annotations: list[Any] = [model]
     field: FieldInfo | None = None
     for part in location:
+        models = [model for annotation in annotations for model in models_in(annotation)]
+        chosen = [model for model in models if (tag := tag_of(model)) and tag[1] == part]
+        if chosen and len(models) > 1:
+            annotations = [*chosen]
+            continue
         below = known_fields(annotations)
         items = [item for annotation in annotations for item in items_in(annotation)]
         if part in below:

@@ -7,7 +7,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_rl.config.fields import all_fields, branches, items_in, nested_models
+from megatron_rl.config.fields import all_fields, branches, items_in, nested_models, tag_of
 from megatron_rl.config.model import ConfigModel
 from megatron_rl.config.yaml_tree import shown
 
@@ -37,18 +37,51 @@ def _sections(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel],
     lines = [*([_one_line(model.__doc__), ""] if model.__doc__ else [])]
     if model.model_fields:
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(prefix + name, field) for name, field in model.model_fields.items()]
+        lines += [_table_row(_cells(prefix + name, field)) for name, field in model.model_fields.items()]
         lines.append("")
+    return lines + _sections_below(model, prefix, above)
+
+
+def _sections_below(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> list[str]:
+    lines = []
     for name, field in model.model_fields.items():
+        by_path: dict[str, list[type[BaseModel]]] = {}
         for path, nested in nested_models(field.annotation):
             if nested not in (*above, model):
-                key = f"{prefix}{name}{path}"
+                by_path.setdefault(path, []).append(nested)
+        for path, models in by_path.items():
+            key = f"{prefix}{name}{path}"
+            if len(models) > 1 and all(map(tag_of, models)):
+                lines += [f"### {key}", "", *_choice(key, models)]
+                lines += [line for one in models for line in _sections_below(one, f"{key}.", (*above, model))]
+                continue
+            for nested in models:
                 lines += [f"### {key}", "", *_sections(nested, f"{key}.", (*above, model))]
     return lines
 
 
-def _row(key: str, field: FieldInfo) -> str:
-    cells = [f"`{key}`", f"`{_type(field)}`", _default(field), _one_line(field.description)]
+def _choice(key: str, models: list[type[BaseModel]]) -> list[str]:
+    """Two tables about the models of a union that a tag tells apart: what each is, and the keys each has."""
+    tags = {model: tag for model in models if (tag := tag_of(model))}
+    name = tags[models[0]][0]
+    lines = [f"| `{key}.{name}` | meaning |", "|---|---|"]
+    lines += [_table_row([f"`{tags[model][1]}`", _one_line(model.__doc__)]) for model in models]
+    rows = [
+        _table_row([f"`{value}`", *_cells(f"{key}.{field_name}", field)])
+        for model, (tag_name, value) in tags.items()
+        for field_name, field in model.model_fields.items()
+        if field_name != tag_name
+    ]
+    if rows:
+        lines += ["", f"| {name} | key | type | default | meaning |", "|---|---|---|---|---|", *rows]
+    return [*lines, ""]
+
+
+def _cells(key: str, field: FieldInfo) -> list[str]:
+    return [f"`{key}`", f"`{_type(field)}`", _default(field), _one_line(field.description)]
+
+
+def _table_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -60,7 +93,10 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True, validated_data={})
-    return "see its keys" if isinstance(default, BaseModel) else f"`{shown(default)}`"
+    if not isinstance(default, BaseModel):
+        return f"`{shown(default)}`"
+    tag = tag_of(type(default))
+    return f"`{tag[0]}: {tag[1]}`" if tag else "see its keys"
 
 
 def _type(field: FieldInfo) -> str:
@@ -87,7 +123,7 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(shown(value).strip("'") for value in arguments)
     if origin in (Union, UnionType):
-        names = [_type_name(branch) for branch in branches(annotation)]
+        names = dict.fromkeys(_type_name(branch) for branch in branches(annotation))
         return " | ".join([*names, *(["null"] if NoneType in arguments else [])])
     if origin is Annotated:
         return _type_name(arguments[0])

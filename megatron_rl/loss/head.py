@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_rl.loss.config import LossConfig
-from megatron_rl.loss.measure import Pending, PendingMean, RlTokens, read_metrics, token_metrics
+from megatron_rl.loss.guard import NoiseTable
+from megatron_rl.loss.measure import Pending, read_metrics, token_metrics
 from megatron_rl.loss.policy import policy_loss
 from megatron_rl.loss.reduce import (
     broken_logps,
     check_denominator,
     check_streams,
-    fill_outside,
-    masked_max,
     masked_sum,
     raise_broken,
-    trained_mask,
 )
-from megatron_rl.loss.regularise import squared_log_ratio
-from megatron_rl.telemetry.values import Max, Sum, Value
+from megatron_rl.loss.streams import RlStreams, broken_values, check_rl_streams, safe_streams
+from megatron_rl.loss.terms import Term, distill_term, entropy_term, kl_term, regulariser_term
+from megatron_rl.telemetry.values import Sum, Value
+
+__all__ = ["LossStats", "RlStreams", "rl_loss", "sft_loss"]
 
 
 @dataclass(frozen=True)
@@ -32,69 +33,68 @@ class LossStats:
     policy_logp: Tensor
     """As given."""
     kept: Tensor
-    """bool: False where B-TV masked the token; True outside T."""
+    """bool: False where the policy loss gives the token no push; True outside T."""
     gradient_scale: Tensor
     """c of the gradient bound; 1 outside T."""
     metrics: dict[str, Value]
-    """See rl_loss; merged over microbatches and ranks they describe the step."""
+    """The table in measure.py; merged over microbatches and ranks they describe the step."""
 
 
 def rl_loss(
-    policy_logp: Tensor,
-    engine_logp: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
+    streams: RlStreams,
     *,
     config: LossConfig,
     denominator: float,
-    entropy: Tensor | None = None,
+    kl_coef: float | None = None,
+    noise: NoiseTable | None = None,
+    distill_coef: float = 1.0,
 ) -> tuple[Tensor, LossStats]:
-    """(sum over T of l_pg + tau (log r)^2) / denominator, a scalar, and its statistics. All streams [T].
+    """The step's objective over one microbatch, a scalar, and its statistics.
 
-    T is trained_mask(loss_mask, engine_logp); denominator is its size over all ranks and microbatches of the step, so
-    that gradients add up to the same sum however tokens are split. Outside T every stream may hold anything, NaN too.
-    entropy is measured only.
+    (sum over T of v (l_pg + tau (log r)^2 + kl_coef kl - coef H) + distill_coef * sum over F of v distill_kl)
+    / denominator, each term where config asks for it, v the loss weight. T is trained_mask(loss_mask, engine_logp)
+    without F. denominator comes from reduction_weights over all ranks and microbatches of the step, so that gradients
+    add up to the same sum however whole documents are split. kl_coef: None is config.kl.coef. noise: the last
+    calibration, for the guards shrink and derived.
 
-    | metric | kind | what |
-    |---|---|---|
-    | loss/total, loss/policy, loss/regulariser | Sum | shares of the step's loss |
-    | ratio/mean | Mean | uncapped r, 1 on average on-policy |
-    | log_ratio/abs_mean, log_ratio/abs_max | Mean, Max | of \\|log r\\|, in nats |
-    | mask/share, mask/share_positive, mask/share_negative | Mean | masked, of tokens with A != 0, A > 0, A < 0 |
-    | gradient_scale/mean, gradient_scale/share_scaled | Mean | c, and c < 1, of unmasked tokens with A != 0 |
-    | regulariser/max_weight | Max | largest \\|2 tau log r\\| of a token that is regularised |
-    | tokens/trained, tokens/missing_logp | Sum | size of T; trained tokens without an engine log-prob |
-    | entropy | Mean | in nats, if given |
-
-    ValueError: shapes that disagree, a mask that is not bool, denominator not above 0; inside T a log-prob that is
-    NaN or above 0, an advantage that is not finite.
+    ValueError: shapes that disagree, a mask that is not bool, denominator not above 0, a stream or table that config
+    needs and that is None; inside T a log-prob that is NaN or above 0, an advantage, weight or entropy that is not
+    finite; inside F a distill_kl that is not finite.
     """
-    check_streams(policy_logp=policy_logp, engine_logp=engine_logp, advantages=advantages, loss_mask=loss_mask)
-    if entropy is not None:
-        check_streams(policy_logp=policy_logp, entropy=entropy)
+    check_rl_streams(streams, config)
     check_denominator(denominator)
-    trained = trained_mask(loss_mask, engine_logp)
-    policy_in = fill_outside(policy_logp, trained)
-    engine_in = fill_outside(engine_logp, trained).detach()
-    advantages = advantages.detach()
-    per_token, stats = policy_loss(policy_in, engine_in, advantages, config=config)
-    tokens = RlTokens(policy_in.detach(), engine_in, advantages, trained, stats.kept, stats.gradient_scale)
-    regularised = trained & stats.kept if config.regulariser_tokens == "kept" else trained
-    policy_sum = masked_sum(per_token, trained) / denominator
-    regulariser_sum = config.tau * masked_sum(squared_log_ratio(policy_in, engine_in), regularised) / denominator
-    loss = policy_sum + regulariser_sum
+    safe = safe_streams(streams)
+    per_token, stats = policy_loss(
+        safe.policy_logp,
+        safe.engine_logp,
+        safe.advantages,
+        config=config,
+        sequence_ids=safe.sequence_ids,
+        proximal_logp=safe.proximal_logp,
+        noise=noise,
+    )
+    terms: dict[str, Term | None] = {
+        "loss/policy": Term(per_token, safe.loss_mask),
+        "loss/regulariser": regulariser_term(safe, stats.kept, config),
+        "kl/loss": kl_term(safe, config, kl_coef),
+        "entropy/bonus": entropy_term(safe, streams, config),
+        "loss/distill": distill_term(safe, distill_coef),
+    }
+    shares = {name: _weighted(term, safe.loss_weight) / denominator for name, term in terms.items() if term is not None}
+    loss = sum(shares.values(), start=safe.policy_logp.new_zeros(()))
+    missing = streams.loss_mask & ~streams.trained & ~streams.distilled
     measured = {
         "loss/total": Pending(Sum, loss.detach()),
-        "loss/policy": Pending(Sum, policy_sum.detach()),
-        "loss/regulariser": Pending(Sum, regulariser_sum.detach()),
-        "regulariser/max_weight": Pending(Max, 2 * config.tau * masked_max(tokens.log_ratio.abs(), regularised)),
-        "tokens/missing_logp": Pending(Sum, (loss_mask & ~trained).sum()),
-        **token_metrics(tokens),
+        **{name: Pending(Sum, share.detach()) for name, share in shares.items()},
+        "tokens/missing_logp": Pending(Sum, missing.sum()),
+        **token_metrics(safe, stats, config),
     }
-    if entropy is not None:
-        measured["entropy"] = PendingMean(masked_sum(entropy.detach(), trained), trained.sum())
-    metrics = read_metrics(measured, tokens)
-    return loss, LossStats(policy_logp.detach(), stats.kept, stats.gradient_scale, metrics)
+    metrics = read_metrics(measured, broken_values(safe))
+    return loss, LossStats(streams.policy_logp.detach(), stats.kept, stats.gradient_scale, metrics)
+
+
+def _weighted(term: Term, loss_weight: Tensor | None) -> Tensor:
+    return masked_sum(term.values if loss_weight is None else loss_weight * term.values, term.mask)
 
 
 def sft_loss(policy_logp: Tensor, loss_mask: Tensor, *, denominator: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Which tokens count, and sums over them that nothing outside them can spoil."""
 
 import math
-from typing import NoReturn, overload
+from collections.abc import Sequence
+from typing import Literal, NoReturn, overload
 
 import numpy as np
 import torch
@@ -25,6 +26,45 @@ def trained_mask(loss_mask: Tensor | np.ndarray, engine_logp: Tensor | np.ndarra
     NaN (not reported) and -inf (p_mu = 0) are unknown. The loss's denominator counts these tokens over the whole step.
     """
     return loss_mask & (abs(engine_logp) < math.inf)
+
+
+def reduction_weights(
+    tokens_of_rollout: Sequence[int],
+    *,
+    kind: Literal["token_mean", "sequence_mean", "fixed_length"],
+    fixed_length: int | None = None,
+) -> tuple[list[float], float]:
+    """(what each rollout's token losses are multiplied by, by what their sum over the whole step is divided).
+
+    tokens_of_rollout: size of T in each rollout of the step, over all ranks and microbatches; a rollout without
+    tokens adds nothing.
+
+    | kind | weight of a rollout | denominator | a token of a rollout of n counts |
+    |---|---|---|---|
+    | token_mean | 1 | all tokens | the same everywhere (DAPO 2025) |
+    | sequence_mean | 1 / n | rollouts with tokens | 1/n: short answers push harder per token (GRPO 2024) |
+    | fixed_length | 1 | rollouts with tokens * fixed_length | the same, whatever the step's lengths (Dr. GRPO 2025) |
+
+    The denominator of a step without tokens is 1. ValueError: a negative count, an unknown kind, a fixed_length that
+    is missing, not above 0 or without effect.
+    """
+    if any(count < 0 for count in tokens_of_rollout):
+        raise ValueError(f"a rollout has at least 0 trained tokens, got {min(tokens_of_rollout)}; count its part of T")
+    if (fixed_length is not None) != (kind == "fixed_length") or (fixed_length is not None and fixed_length <= 0):
+        raise ValueError(
+            f"fixed_length must be above 0 for the reduction fixed_length and None for others, got {fixed_length} for "
+            f"{kind}; rollout.max_tokens is a common length"
+        )
+    rollouts = max(1, sum(count > 0 for count in tokens_of_rollout))
+    ones = [1.0] * len(tokens_of_rollout)
+    if kind == "token_mean":
+        return ones, float(max(1, sum(tokens_of_rollout)))
+    if kind == "sequence_mean":
+        return [1.0 / max(1, count) for count in tokens_of_rollout], float(rollouts)
+    if kind == "fixed_length":
+        assert fixed_length is not None, "checked above"
+        return ones, float(rollouts * fixed_length)
+    raise ValueError(f"reduction must be token_mean, sequence_mean or fixed_length, got {kind!r}")
 
 
 def fill_outside(stream: Tensor, mask: Tensor, value: float = 0.0) -> Tensor:
@@ -78,7 +118,9 @@ def broken_logps(logp: Tensor, mask: Tensor) -> Tensor:
 def raise_broken(name: str, stream: Tensor, broken: Tensor) -> NoReturn:
     """BrokenValuesError that shows the first broken entry of a stream."""
     position = int(broken.nonzero()[0])
-    rule, cure = ("finite", "look at the rewards")
+    rule, cure = "finite", "look for NaN weights"
+    if name == "advantages":
+        cure = "look at the rewards"
     if name.endswith("_logp"):
         rule, cure = ("finite and at most 0", "look for NaN weights, or logits or probabilities in place of log-probs")
     value = float(stream.detach()[position])

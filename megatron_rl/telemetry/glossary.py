@@ -69,9 +69,21 @@ SECTIONS = (
         (
             Panel(
                 "Held-out pass rate",
-                "Share of held-out prompts solved in one attempt at the sampling temperature. "
-                "Bands are 95% Wilson intervals: two points whose bands overlap may not differ.",
+                "Share of attempts at held-out prompts that were solved, at the sampling temperature: pass@1. "
+                "Bands are 95% Wilson intervals: two points whose bands overlap may not differ. With several attempts "
+                "per prompt, n is how many independent ones would say as much.",
                 ("eval/pass_rate/*/*",),
+            ),
+            Panel(
+                "Held-out pass@k",
+                "Chance that at least one of k attempts at a held-out prompt is solved, estimated without bias. Near "
+                "pass@1, the attempts have become copies of each other.",
+                ("eval/pass_at/*/*/*",),
+            ),
+            Panel(
+                "Distinct answers",
+                "Different final answers among the attempts at one held-out prompt, on average. 1: no variety is left.",
+                ("eval/distinct_answers/*/*",),
             ),
             Panel(
                 "Training pass rate",
@@ -82,12 +94,37 @@ SECTIONS = (
             Panel(
                 "Length of the answers",
                 "Sampled tokens per rollout. A drift to the limit often precedes a falling reward.",
-                ("rollout/length_mean", "rollout/length_max"),
+                ("rollout/length_mean", "rollout/length_max", "eval/length_mean/*/*"),
+            ),
+            Panel(
+                "Answers cut off",
+                "Share of rollouts that hit the longest turn or context; in training and on held-out prompts.",
+                ("rollout/cut_share", "eval/cut_share/*/*"),
             ),
             Panel(
                 "Entropy",
                 "How undecided the policy is per token, in nats. Near 0 it no longer explores.",
                 ("entropy",),
+            ),
+            Panel(
+                "Held-out entropy, estimated",
+                "Mean of -log p over sampled tokens, in nats: an unbiased estimate of the sampler's entropy.",
+                ("eval/entropy_estimate/*/*",),
+            ),
+            Panel(
+                "KL to the reference",
+                "How far the policy is from its reference per token, in nats, estimated without bias by k3.",
+                ("kl/reference_k3",),
+            ),
+            Panel(
+                "KL coefficient",
+                "Weight of the KL to the reference. With loss.kl.target it rises while the KL is above the target.",
+                ("kl/coef",),
+            ),
+            Panel(
+                "Resets of the reference",
+                "Steps after which the policy became its own reference, so that the KL started again from 0.",
+                ("reference/reset_step",),
             ),
             Panel(
                 "Prompt groups",
@@ -107,17 +144,36 @@ SECTIONS = (
                 ("log_ratio/abs_mean", "log_ratio/abs_max"),
                 log=True,
             ),
-            Panel("Mean ratio", "Mean of r over trained tokens; an unbiased sampler keeps it near 1.", ("ratio/mean",)),
             Panel(
-                "Masked share",
-                "Trained tokens with k = 0: their probability already moved further than the trust region allows, "
-                "so they push no more.",
-                ("mask/share",),
+                "|log r| by factor",
+                "In the decoupled form: movement since the last weight update, and engine noise at that update.",
+                ("log_ratio/movement_abs_mean", "log_ratio/engine_abs_mean"),
+                log=True,
             ),
             Panel(
+                "Mean ratio",
+                "Mean of r over trained tokens, uncapped; an unbiased sampler keeps it near 1. In the decoupled form "
+                "also of the engine's factor.",
+                ("ratio/mean", "ratio/engine_mean"),
+            ),
+            Panel(
+                "Mean weight",
+                "What multiplies a token's push: the ratio after mask, clip and guards, 0 where there is no push; and "
+                "its square. Mean squared over mean square is the effective share of the tokens.",
+                ("ratio/capped_mean", "ratio/capped_square_mean"),
+            ),
+            Panel(
+                "Masked share",
+                "Trained tokens that push no more, mostly because their probability already moved further than the "
+                "trust region allows: of all, and of those with positive and negative advantage.",
+                ("mask/share", "mask/share_positive", "mask/share_negative"),
+            ),
+            Panel("Guarded share", "Trained tokens whose weight a guard on a ratio changed.", ("guard/share",)),
+            Panel(
                 "Gradient scale c",
-                "Mean of the factor that bounds a token's gradient; 1 means that the bound never acted.",
-                ("gradient_scale/mean",),
+                "Mean of the factor that bounds a token's gradient; 1 means that the bound never acted. And the share "
+                "of tokens that it scaled down.",
+                ("gradient_scale/mean", "gradient_scale/share_scaled"),
             ),
             Panel(
                 "Probe error after a weight update",
@@ -134,12 +190,60 @@ SECTIONS = (
     ),
     Section(
         "rl",
+        "Reinforcement learning: is the ratio signal or noise?",
+        (
+            Panel(
+                "Signal-to-noise ratio",
+                "Variance of log r that is policy movement over that which is engine noise, over all tokens and per "
+                "bin of the policy's probability. From 3 on mostly movement, up to 1/3 mostly noise.",
+                ("snr/total", "snr/bin/*"),
+            ),
+            Panel(
+                "Engine noise",
+                "Standard deviation of log r per bin of the policy's probability, with the same weights in engine and "
+                "trainer. It grows as training moves, and is largest where the policy is undecided.",
+                ("snr/noise/*",),
+                log=True,
+            ),
+            Panel(
+                "Mean ratio at calibration",
+                "Uncapped mean of r with the same weights on both sides. Off 1, engine log-probs are not those that it "
+                "sampled with, and the run stops.",
+                ("snr/identity",),
+            ),
+            Panel(
+                "Mismatch KL",
+                "KL from engine to trainer with the same weights, in nats per token, estimated by r - 1 - log r.",
+                ("snr/mismatch_kl",),
+                log=True,
+            ),
+            Panel(
+                "Fork tokens outside the band",
+                "Of the tokens with r outside [0.5, 2], the share among the 20% where the policy is least sure: what "
+                "a rejection band would delete.",
+                ("snr/outside_on_forks",),
+            ),
+        ),
+    ),
+    Section(
+        "rl",
         "Reinforcement learning: optimisation and time",
         (
             Panel(
                 "Loss",
-                "What the optimizer descends. Its value is no measure of progress: advantages have mean near 0.",
-                ("loss/total", "loss/policy", "loss/regulariser"),
+                "What the optimizer descends, and the terms that add up to it. Its value is no measure of progress: "
+                "advantages have mean near 0.",
+                ("loss/total", "loss/policy", "loss/regulariser", "kl/loss", "entropy/bonus", "loss/distill"),
+            ),
+            Panel(
+                "Largest push of the regulariser",
+                "2 tau |log r| of the token where it is largest, in units of an advantage; nothing bounds it.",
+                ("regulariser/max_weight",),
+            ),
+            Panel(
+                "Tokens",
+                "Trained in the step, left out for want of an engine log-prob, and distilled from a teacher instead.",
+                ("tokens/trained", "tokens/missing_logp", "tokens/distilled"),
             ),
             _GRADIENT_NORM,
             _LEARNING_RATE,

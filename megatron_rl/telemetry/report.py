@@ -1,6 +1,6 @@
 """One HTML page per run: opens from disk, asks for nothing on the network, holds its own data.
 
-Numbers come from metrics.jsonl, rollouts.jsonl, summary.json and config.yaml of the run folders. The page's
+Numbers come from metrics.jsonl, rollouts.jsonl, snr.jsonl, summary.json and config.yaml of the run folders. The page's
 Content-Security-Policy allows exactly its own script and style (by hash): no text of a model can run or load anything.
 """
 
@@ -25,6 +25,7 @@ from megatron_rl.telemetry.report_curves import (
     thin_all,
 )
 from megatron_rl.telemetry.report_rollouts import choose_rollouts
+from megatron_rl.telemetry.report_snr import LINK, snr_section
 from megatron_rl.telemetry.report_tables import metrics_table, summary_table
 from megatron_rl.telemetry.sinks import METRICS_FILE, read_metrics
 
@@ -46,6 +47,7 @@ def build_report(run_dirs: Sequence[Path] | Path, out: Path) -> Path:
     series = thin_all(everything)
     charts, others = build_charts(series, names)
     rollouts = choose_rollouts(folders)
+    snr = snr_section(folders, names)
     data = {
         "runs": names,
         "series": series_json(series),
@@ -59,6 +61,8 @@ def build_report(run_dirs: Sequence[Path] | Path, out: Path) -> Path:
             "RUNS": _runs_html(names, folders, records),
             "SUMMARY": summary_table(_summary_rows(folders, everything, names)),
             "CHARTS": _charts_html(charts, start=0),
+            "SNR": snr,
+            "SNR_LINK": LINK if snr else "",
             "OTHERS": _charts_html(others, start=len(charts)),
             "NUM_OTHERS": str(len(others)),
             "CONFIGS": _configs_html(names, folders),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config.errors import DataError
 from megatron_rl.telemetry import jsonl
 from megatron_rl.telemetry.rollouts import truncate_rollouts
+from megatron_rl.telemetry.snr_log import truncate_snr
 from megatron_rl.telemetry.values import Last, Max, Mean, Min, Rate, Sum, Value
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def parse_record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def truncate_after(run_dir: Path, step: int, *, phase: str) -> None:
-    """Drops what a resumed run will write again: metrics and rollouts of this phase beyond the checkpoint's step.
+    """Drops what a resumed run will write again: this phase's metrics, rollouts and calibrations beyond its checkpoint.
 
     Step 0 means from the start: everything of the phase goes, evaluations at step 0 included. Torn lines go too.
     """
@@ -117,6 +118,7 @@ def truncate_after(run_dir: Path, step: int, *, phase: str) -> None:
 
     jsonl.keep_lines(path, keep)
     truncate_rollouts(run_dir, step, phase=phase)
+    truncate_snr(run_dir, step, phase=phase)
 
 
 def write_status(run_dir: Path, text: str) -> None:

@@ -3,7 +3,7 @@
 import math
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
@@ -45,6 +45,26 @@ class Loss(ConfigModel):
     """Chunk."""
 
 
+class Clip(ConfigModel):
+    """One of a choice."""
+
+    kind: Literal["clip"] = "clip"
+    """Tag."""
+    eps_high: float = 0.2
+    """Upper."""
+    width: float = 1.0
+    """Width."""
+
+
+class Cap(ConfigModel):
+    """Another of a choice."""
+
+    kind: Literal["cap"] = "cap"
+    """Tag."""
+    high: float = Field(ge=1, default=2.0)
+    """Cap."""
+
+
 class Source(ConfigModel):
     """Environment."""
 
@@ -71,6 +91,10 @@ class Run(ConfigModel):
     """Environments."""
     named: dict[str, Source] = {}
     """By name."""
+    choice: Annotated[Clip | Cap, Field(discriminator="kind")] = Clip()
+    """A choice."""
+    choices: list[Annotated[Clip | Cap, Field(discriminator="kind")]] = []
+    """Many."""
 
 
 GOOD = "dir: runs/a\nenvironments:\n  - name: baker\n  - name: gcd\n"
@@ -122,6 +146,13 @@ def test_overrides_are_yaml_and_reach_into_mappings_and_lists(good: Path) -> Non
     assert config.named["x"].name == "gcd" and config.dir == "/tmp/with space"
 
 
+def test_a_choice_is_told_apart_by_its_kind(good: Path) -> None:
+    config = load_config(good, Run, ["choice.kind=cap", "choice.high=3", "choices=[{kind: clip, eps_high: 1}]"])
+    assert config.choice == Cap(high=3.0) and config.choices == [Clip(eps_high=1.0)]
+    path = write(good.parent, dump_config(config))
+    assert load_config(path, Run) == config
+
+
 def test_the_last_override_of_a_key_wins(good: Path) -> None:
     assert load_config(good, Run, ["steps=4", "steps=5"]).steps == 5
 
@@ -152,6 +183,18 @@ def test_interpolation_is_not_done(good: Path) -> None:
         ("environments.0.options=[1]", "environments.0.options must be a dictionary, got [1]; the default is {}"),
         ("optimizer.lr=3", "optimizer.lr: lr must be at most 1, got 3.0; 1e-5 is usual"),
         ("environments.0={}", "environments.0.name is required and missing; add it: Which one."),
+        ("choice={kind: clip, eps_hihg: 1}", "unknown key choice.eps_hihg; did you mean eps_high?"),
+        ("choice={kind: cap, eps_zzz: 1}", "unknown key choice.eps_zzz; known here: kind=cap, high"),
+        ("choice={kind: cap, width: 1}", "unknown key choice.width; known here: kind=cap, high"),
+        ("width=1", "unknown key width; did you mean choice.width?"),
+        ("choice={kind: cap, high: 0}", "choice.high must be greater than or equal to 1, got 0; the default is 2.0"),
+        ("choice.kind=clib", "choice.kind must be 'clip' or 'cap', got 'clib'; did you mean clip?"),
+        ("choice.kind=x", "choice.kind must be 'clip' or 'cap', got 'x'; the default is clip"),
+        ("choice={eps_high: 1}", "choice.kind is required and missing; it must be 'clip' or 'cap'"),
+        ("choice=clip", "choice must be a mapping of keys, got 'clip'; leave it out for the default"),
+        ("choices=[{kind: cap, hihg: 3}]", "unknown key choices.0.hihg; did you mean high?"),
+        ("choices=[{kind: kap}]", "choices.0.kind must be 'clip' or 'cap', got 'kap'; did you mean cap?"),
+        ("high=3", "unknown key high; did you mean choice.high?"),
         ("optimizer.betas.0=1", "optimizer.betas must be a tuple, got {'0': 1}; the default is [0.9, 0.95]"),
     ],
 )

@@ -53,6 +53,40 @@ class Link(ConfigModel):
 Ring.model_rebuild()
 
 
+class Clip(ConfigModel):
+    """Clips | cuts."""
+
+    kind: Literal["clip"] = "clip"
+    """Tag."""
+    leaf: Leaf = Leaf()
+    """Own leaf."""
+
+
+class Cap(ConfigModel):
+    """Caps."""
+
+    kind: Literal["cap"] = "cap"
+    """Tag."""
+    high: float = Field(ge=1, default=2.0)
+    """Largest."""
+
+
+class Off(ConfigModel):
+    """Nothing."""
+
+    kind: Literal["off"] = "off"
+    """Tag."""
+
+
+class Chooser(ConfigModel):
+    """Has choices."""
+
+    guard: Annotated[Clip | Cap | Off, Field(discriminator="kind")] = Off()
+    """Which guard."""
+    bare: Annotated[Off | Cap, Field(discriminator="kind")] | None = None
+    """Optional."""
+
+
 class Bare(ConfigModel):
     """Forgets its docstrings."""
 
@@ -97,6 +131,26 @@ def test_every_key_has_its_row_and_every_model_its_section() -> None:
     ):
         assert lines.count(heading) == 1
     assert "A leaf with a long line." in lines
+
+
+def test_a_choice_has_one_section_with_what_each_kind_is_and_its_keys() -> None:
+    page = config_reference([("first", Chooser)])
+    assert page.count("### guard\n") == page.count("### bare\n") == page.count("### guard.leaf\n") == 1
+    lines = page.splitlines()
+    for row in (
+        "| `guard` | `keys` | `kind: off` | Which guard. |",
+        "| `bare` | `keys \\| null` | `null` | Optional. |",
+        "| `guard.kind` | meaning |",
+        "| `clip` | Clips \\| cuts. |",
+        "| `off` | Nothing. |",
+        "| kind | key | type | default | meaning |",
+        "| `cap` | `guard.high` | `float, >= 1` | `2.0` | Largest. |",
+        "| `clip` | `guard.leaf` | `keys` | see its keys | Own leaf. |",
+        "| `guard.leaf.mode` | `a \\| b` | `'a'` | One of a\\|b. |",
+        "| `cap` | `bare.high` | `float, >= 1` | `2.0` | Largest. |",
+    ):
+        assert row in lines, row
+    assert "`guard.kind` | `" not in page, "the kinds have their own table"
 
 
 def test_a_model_that_contains_itself_ends() -> None:

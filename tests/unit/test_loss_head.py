@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.loss.config import LossConfig
-from megatron_rl.loss.head import LossStats, rl_loss, sft_loss
+from megatron_rl.loss.head import LossStats, RlStreams, rl_loss, sft_loss
 from megatron_rl.loss.reduce import trained_mask
 from megatron_rl.telemetry.values import Max, Mean, Sum, merge_metrics
 
@@ -26,13 +26,19 @@ def rl(
     *,
     config: LossConfig = CONFIG,
     denominator: float = 1.0,
-    entropy: Tensor | None = None,
+    **streams: Tensor | None,
 ) -> tuple[Tensor, LossStats]:
+    """rl_loss of one microbatch whose streams have the dtype of policy; the mask is all True if None."""
     policy = policy if isinstance(policy, Tensor) else torch.tensor(policy)
     mask = [True] * len(engine) if mask is None else mask
-    streams = (torch.tensor(engine, dtype=policy.dtype), torch.tensor(advantages, dtype=policy.dtype))
-    mask_tensor = torch.tensor(mask, dtype=torch.bool)
-    return rl_loss(policy, *streams, mask_tensor, config=config, denominator=denominator, entropy=entropy)
+    batch = RlStreams(
+        policy_logp=policy,
+        engine_logp=torch.tensor(engine, dtype=policy.dtype),
+        advantages=torch.tensor(advantages, dtype=policy.dtype),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        **streams,
+    )
+    return rl_loss(batch, config=config, denominator=denominator)
 
 
 def results(stats: LossStats) -> dict[str, float]:
@@ -169,6 +175,8 @@ def test_measurements_of_the_ratio_and_the_bound() -> None:
             "tokens/trained": 3,
             "tokens/missing_logp": 0,
             "ratio/mean": (1.2 + 30 + 0.2) / 3,
+            "ratio/capped_mean": (1.2 + 30) / 3,
+            "ratio/capped_square_mean": (1.2**2 + 30**2) / 3,
             "log_ratio/abs_mean": sum(distances) / 3,
             "log_ratio/abs_max": math.log(30),
             "mask/share": 1 / 3,
@@ -245,10 +253,10 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=f"denominator must be above 0, got {denominator}"):
             sft_loss(one, mask, denominator=denominator)
     with pytest.raises(ValueError, match=r"loss_mask must be bool, got torch\.int64"):
-        rl_loss(one, one, one, mask.long(), config=CONFIG, denominator=1)
+        rl_loss(RlStreams(one, one, one, mask.long()), config=CONFIG, denominator=1)
     with pytest.raises(ValueError, match=r"advantages must be aligned with policy_logp \[1\], got \[2\]"):
-        rl_loss(one, one, torch.zeros(2), mask, config=CONFIG, denominator=1)
+        rl_loss(RlStreams(one, one, torch.zeros(2), mask), config=CONFIG, denominator=1)
     with pytest.raises(ValueError, match="entropy must be aligned"):
-        rl_loss(one, one, one, mask, config=CONFIG, denominator=1, entropy=torch.zeros(2))
+        rl_loss(RlStreams(one, one, one, mask, entropy=torch.zeros(2)), config=CONFIG, denominator=1)
     with pytest.raises(ValueError, match=r"loss_mask must be aligned with policy_logp \[1\], got \[2\]"):
         sft_loss(one, torch.ones(2, dtype=torch.bool), denominator=1)
