@@ -38,6 +38,16 @@ def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
         group["step"] = steps
 
 
+def restart_adam(optimizer: MegatronOptimizer) -> None:
+    """Moments of zero and no step done, as before the first step; master weights stay."""
+    start_adam(optimizer)
+    for part in adam_optimizers(optimizer):
+        for state in part.optimizer.state.values():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment].zero_()
+    set_adam_steps(optimizer, 0)
+
+
 def _torch_states(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
     """torch's AdamW counts per parameter."""
     parts = [part.optimizer for part in adam_optimizers(optimizer)]

@@ -36,10 +36,15 @@ def checkpoint_step(path: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints below folder, oldest step first."""
+    return [path for path in step_folders(folder) if (path / META_NAME).is_file()]
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """What is named after a step below folder, oldest step first; nothing that is still being written."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / META_NAME).is_file()]
+    return [path for _, path in sorted(found)]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -150,8 +155,12 @@ def remove_old(folder: Path, config: CheckpointConfig) -> None:
     """Removes checkpoints that are neither among the newest nor of a step that is kept for ever."""
     for path in checkpoints(folder)[: -config.keep_last]:
         if config.keep_every_steps is None or checkpoint_step(path) % config.keep_every_steps:
-            # Under another name first: half a checkpoint must not look like one.
-            shutil.rmtree(path.rename(path.with_name(path.name + _OLD)))
+            remove_step(path)
+
+
+def remove_step(path: Path) -> None:
+    """Removes what is named after a step; under another name first, since half of it must not look like one."""
+    shutil.rmtree(path.rename(path.with_name(path.name + _OLD)))
 
 
 def _wait(collective: bool) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,23 @@ def describe_tokenizer(folder: Path) -> dict[str, str]:
 
     Of tokenizer_config.json only those settings count: libraries write their own version and paths into it.
     """
-    files = [folder / name for name in _TOKENIZER_FILES] + sorted(folder.rglob(_TEMPLATE_PATTERN))
-    digests = {file.name: _digest(file.read_bytes()) for file in files if file.is_file()}
+    digests = describe_vocabulary(folder) | _digests(sorted(folder.rglob(_TEMPLATE_PATTERN)))
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         tree = json.loads(settings.read_text(encoding="utf-8"))
         chosen = {key: tree[key] for key in sorted(tree) if key in _TOKENIZER_SETTINGS or key.endswith("_token")}
         digests[settings.name] = _digest(json.dumps(chosen, sort_keys=True).encode())
     return digests
+
+
+def describe_vocabulary(folder: Path) -> dict[str, str]:
+    """File name -> digest of what decides which token an id is."""
+    return _digests([folder / name for name in _TOKENIZER_FILES])
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """One note for each setting that both have with another value."""
+    return [f"{key} {there[key]} there, {here[key]} here" for key in here if key in there and there[key] != here[key]]
 
 
 def check_same(
@@ -70,11 +79,7 @@ def check_same(
             f"checkpoint {path} must be resumed on its own platform, got {platform}, but it was saved on {saved_on}, "
             "which names its tensors otherwise; convert it to a Hugging Face folder and start from that"
         )
-    there = saved["model"]
-    different = [
-        f"{key} {there[key]} there, {model[key]} here" for key in model if key in there and there[key] != model[key]
-    ]
-    if different:
+    if different := differences(saved["model"], model):
         raise ConfigError(
             f"checkpoint {path} must be of the model that the run file names, got: {'; '.join(different)}; "
             "restore model.path and model.dtype, or start in another run folder"
@@ -113,15 +118,20 @@ def checkpoint_bytes(hf_config: HfConfig, dtype: str) -> int:
     return num_parameters(hf_config) * (itemsize + 8 + (0 if itemsize == 4 else 4))
 
 
-def check_disk_space(run_dir: Path, hf_config: HfConfig, dtype: str, *, config: CheckpointConfig, export: bool) -> None:
+def check_disk_space(
+    run_dir: Path, hf_config: HfConfig, dtype: str, *, config: CheckpointConfig, export: bool, references: int = 0
+) -> None:
     """ConfigError when the run folder's disk has no room for what the run writes: checkpoints and exported weights.
+
+    references: policies that become the run's reference between two checkpoints; another one stays for each checkpoint.
 
     An old checkpoint goes when the new one is complete, so there are keep_last + 1 for a moment; those that are there
     already need no more room. What keep_every_steps keeps comes on top: it grows with the run and is not counted.
     """
     num_new = max(1, config.keep_last + 1 - len(checkpoints(Path(run_dir) / "checkpoints")))
     each, exported = checkpoint_bytes(hf_config, dtype), num_parameters(hf_config) * getattr(torch, dtype).itemsize
-    needed = num_new * each + (exported if export else 0)
+    num_references = num_new + references if references else 0
+    needed = num_new * each + (exported if export else 0) + num_references * exported
     folder = next(path for path in [Path(run_dir).absolute(), *Path(run_dir).absolute().parents] if path.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -130,10 +140,16 @@ def check_disk_space(run_dir: Path, hf_config: HfConfig, dtype: str, *, config: 
             what = f"{num_new} checkpoints of {_gib(each)}, one more than trainer.checkpoint.keep_last while it saves,"
         if export:
             what += f" and {_gib(exported)} of exported weights"
+        if references:
+            what += f" and {num_references} reference policies of {_gib(exported)}"
         raise ConfigError(
             f"the disk of run.dir {run_dir} must have room for {what}, together {_gib(needed)}, got {_gib(free)} free; "
             "make room, keep fewer or choose another run.dir"
         )
+
+
+def _digests(files: Sequence[Path]) -> dict[str, str]:
+    return {file.name: _digest(file.read_bytes()) for file in files if file.is_file()}
 
 
 def _digest(data: bytes) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.cli.cluster import Cluster, engine_nodes, groups_across_nodes, trainer_nodes
 from megatron_rl.cli.dry_run_memory import check_engine_memory, check_memory
 from megatron_rl.cli.no_effect import check_rl_options, check_sft_options
-from megatron_rl.cli.preflight import check_environments, check_run_folder, read_samples
+from megatron_rl.cli.preflight import check_environments, check_reference_policy, check_run_folder, read_samples
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.cli.shape import check_rl_shape, check_sft_shape
 from megatron_rl.data.render import ChatRenderer, has_tokenizer, load_tokenizer
@@ -63,6 +63,7 @@ def dry_run_rl(run: RlRun, cluster: Cluster) -> str:
     rows += check_memory(run, hf_config, cluster, microbatch_tokens=run.orchestrator.microbatch_tokens)
     rows += check_engine_memory(run, hf_config, cluster)
     rows += _rl_steps(run, renderer, unchecked)
+    unchecked += _reference(run, hf_config)
     unchecked += _silent_engines(run.engine.urls)
     _check_run_folder(run, hf_config, unchecked)
     return _shown(rows, unchecked)
@@ -154,6 +155,16 @@ def _rl_steps(run: RlRun, renderer: ChatRenderer | None, unchecked: list[str]) -
     if rollouts < copies:
         rows.append(("warning", f"{rollouts} rollouts leave ranks without data: {copies} share a step"))
     return rows
+
+
+def _reference(run: RlRun, hf_config: dict[str, Any]) -> list[str]:
+    """A line about a reference that is not on this machine. ConfigError for one that cannot stand in for the model."""
+    path = run.trainer.reference and run.trainer.reference.path
+    if path and not has_weights(Path(path)):
+        return [f"reference: no weights in {path}"]
+    if has_weights(Path(run.model.path)):
+        check_reference_policy(run, hf_config)
+    return []
 
 
 def _silent_engines(urls: Sequence[str]) -> list[str]:

@@ -33,9 +33,9 @@ def check_memory(
         microbatch_tokens=microbatch_tokens,
         platform=run.run.platform,
     )
-    worst = max(stages, key=lambda memory: memory.total)
+    worst = max(stages, key=lambda memory: sum(_parts(memory, run).values()))
     allowance = _ALLOWANCE_GIB if run.run.platform == "cuda" else 0.0
-    total = worst.total / _GIB + allowance
+    total = sum(_parts(worst, run).values()) + allowance
     where = f", pipeline stage {worst.stage + 1} of {len(stages)}" if len(stages) > 1 else ""
     shown = _parts(worst, run) | ({_ALLOWED: allowance} if allowance else {}) | {"total": total}
     unit, scale = ("GiB", 1) if total >= 1 else ("MiB", 1024)
@@ -58,8 +58,25 @@ def _parts(memory: RankMemory, run: SftRun | RlRun) -> dict[str, float]:
         f"AdamW moments{master}": memory.optimizer,
         f"activations (recompute {run.model.recompute})": memory.activations,
         "head": memory.head,
+        **dict.fromkeys(_frozen_copies(run), memory.parameters),
+        "reference policy while it scores": _visit(run, memory),
     }
     return {name: size / _GIB for name, size in parts.items() if size}
+
+
+def _frozen_copies(run: SftRun | RlRun) -> list[str]:
+    """What else always holds this rank's parameters on its device."""
+    if isinstance(run, SftRun):
+        return []
+    copies = ["reference policy"] if run.trainer.reference and not run.trainer.reference.offload else []
+    return [*copies, "proximal policy"] if run.loss.proximal else copies
+
+
+def _visit(run: SftRun | RlRun, memory: RankMemory) -> int:
+    """What an offloaded reference adds to the peak: its copy comes where a step's activations and head are not yet."""
+    if isinstance(run, SftRun) or run.trainer.reference is None or not run.trainer.reference.offload:
+        return 0
+    return max(0, memory.parameters - memory.activations - memory.head)
 
 
 def _cures(run: SftRun | RlRun, microbatch_tokens: int) -> str:

@@ -20,6 +20,7 @@ from megatron_rl.cli.supervisor import SAVE_S, Part, PartHandle, RunLock, Superv
 from megatron_rl.config import ConfigError, ConfigModel
 from megatron_rl.config.load import dump_config
 from megatron_rl.engine.server import engine_command, free_port, require_free_port, wait_until_ready
+from megatron_rl.loss.formula import objective_formula
 from megatron_rl.telemetry.progress import follow
 from megatron_rl.telemetry.report import build_report
 from megatron_rl.telemetry.sinks import read_metrics, write_status
@@ -168,6 +169,8 @@ def hold_run_folder(run: SftRun | RlRun) -> Iterator[Path]:
         path = folder / CONFIG_FILE
         if path.exists():
             _say_what_resumes(path, run, folder)
+        if isinstance(run, RlRun):
+            print(objective_formula(run.loss, has_reference=run.trainer.reference is not None), flush=True)
         path.write_text(dump_config(run), encoding="utf-8")
         yield folder
 

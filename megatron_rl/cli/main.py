@@ -138,6 +138,14 @@ def report(
 
 
 @app.command()
+def snr(run: Annotated[Path, typer.Argument(help="Folder of an RL run with trainer.snr.")]) -> None:
+    """Print how much of the importance ratio is policy movement and how much is engine noise, and what follows."""
+    from megatron_rl.cli.snr import snr_report
+
+    typer.echo(snr_report(run))
+
+
+@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder, or a checkpoint folder of a run.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron_rl.cli.runs import RlRun, SftRun
 from megatron_rl.config import ConfigError, ConfigModel
+from megatron_rl.trainer.reference_config import check_offload
 
 
 def check_sft_options(run: SftRun) -> None:
@@ -27,8 +28,49 @@ def check_rl_options(run: RlRun) -> None:
         _refuse(run.engine, "engine", ["kv_cache_gib", "cpu_threads"], "with run.platform cuda")
     else:
         _refuse(run.engine, "engine", ["gpu_memory_share"], "with run.platform cpu")
-    if run.loss.tau == 0:
+    _check_objective(run)
+
+
+def _check_objective(run: RlRun) -> None:
+    loss, reference, sync_every = run.loss, run.trainer.reference, run.weight_sync.every_steps
+    if loss.tau == 0:
         _refuse(run.loss, "loss", ["regulariser_tokens"], "with loss.tau 0")
+    if reference is not None:
+        check_offload(reference, run.run.platform)
+    if loss.kl is not None and reference is None:
+        raise ConfigError(
+            "loss.kl needs a reference policy, got trainer.reference null; set trainer.reference={} for the model the "
+            "run starts from, or remove loss.kl"
+        )
+    guards = {"loss.guard": loss.guard, "loss.proximal.guard": loss.proximal and loss.proximal.guard}
+    for name, guard in guards.items():
+        if guard is not None and guard.kind in ("shrink", "derived") and run.trainer.snr is None:
+            raise ConfigError(
+                f"{name}.kind {guard.kind} reads what calibrations measure, got trainer.snr null; set trainer.snr={{}} "
+                "or choose clamp"
+            )
+    if loss.proximal is not None and loss.guard.kind in ("shrink", "derived"):
+        raise ConfigError(
+            f"loss.guard.kind {loss.guard.kind} cannot be used with loss.proximal, where it guards policy / proximal, "
+            "which has no engine noise; set loss.proximal.guard to it, and tis, clip or clamp here"
+        )
+    if loss.proximal is not None and sync_every == 1:
+        raise ConfigError(
+            "loss.proximal has no effect with weight_sync.every_steps 1, where policy and proximal policy are the same "
+            "weights; raise it, or remove loss.proximal and set loss.guard"
+        )
+    evaluates, calibrates = run.trainer.eval_every_steps, run.trainer.snr and run.trainer.snr.every_steps
+    for name, every in (("trainer.eval_every_steps", evaluates), ("trainer.snr.every_steps", calibrates)):
+        if sync_every > 1 and every == 1:
+            raise ConfigError(
+                f"weight_sync.every_steps has no effect with {name} 1, which updates the weights after every step, got "
+                f"{sync_every}; raise one or remove the other"
+            )
+    if loss.entropy is not None and loss.entropy.tokens == "after_observation" and run.rollout.max_turns == 1:
+        raise ConfigError(
+            "loss.entropy.tokens after_observation has no effect with rollout.max_turns 1, where no observation comes "
+            "between turns; choose all, or raise it"
+        )
 
 
 def _refuse(config: ConfigModel, prefix: str, names: list[str], condition: str) -> None:

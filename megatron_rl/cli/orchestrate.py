@@ -41,6 +41,7 @@ async def orchestrate(run: RlRun) -> None:
             config=run.orchestrator,
             rollout=run.rollout,
             pad_multiple=run.parallel.tensor,
+            loss=run.loss,
         )
         await orchestrator.serve(listening_address(run.orchestrator.address))
     finally:

@@ -25,6 +25,7 @@ from megatron_rl.model.folder import check_model_folder
 from megatron_rl.records import Sample
 from megatron_rl.rollout.env import Environment
 from megatron_rl.rollout.environments import check_environment, make_environment
+from megatron_rl.trainer.reference_config import check_reference
 
 
 def check_sft(run: SftRun) -> None:
@@ -51,6 +52,7 @@ def check_rl_ranks(run: RlRun) -> None:
     check_rl_options(run)
     hf_config = check_model_folder(run.model.path)
     check_rl_shape(run, hf_config)
+    check_reference_policy(run, hf_config)
     load_tokenizer(run.model.path)
     check_run_folder(run, hf_config)
 
@@ -70,6 +72,7 @@ def check_rl(run: RlRun) -> None:
     _check_gpus(run)
     hf_config = check_model_folder(run.model.path)
     check_rl_shape(run, hf_config)
+    check_reference_policy(run, hf_config)
     for url in run.engine.urls:
         if not answers(url.rstrip("/")):
             raise ConfigError(
@@ -81,11 +84,26 @@ def check_rl(run: RlRun) -> None:
     check_run_folder(run, hf_config)
 
 
+def check_reference_policy(run: RlRun, hf_config: dict[str, Any]) -> None:
+    """ConfigError for a reference that cannot stand in for the model."""
+    reference = run.trainer.reference
+    if reference is not None:
+        check_reference(reference, model_path=Path(run.model.path), hf_config=hf_config, platform=run.run.platform)
+
+
 def check_run_folder(run: SftRun | RlRun, hf_config: dict[str, Any]) -> None:
     """ConfigError unless the run folder can be written, has room, and holds no checkpoint of something else."""
     check_folder(run.run.folder, "run.dir")
     trainer, dtype = run.trainer, run.model.dtype
-    check_disk_space(run.run.folder, hf_config, dtype, config=trainer.checkpoint, export=trainer.export)
+    reference = run.trainer.reference if isinstance(run, RlRun) else None
+    check_disk_space(
+        run.run.folder,
+        hf_config,
+        dtype,
+        config=trainer.checkpoint,
+        export=trainer.export,
+        references=reference.resets_within(trainer.checkpoint.every_steps) if reference is not None else 0,
+    )
     check_resumable(run.run.folder, Path(run.model.path), hf_config, dtype, platform=run.run.platform)
 
 

@@ -16,6 +16,7 @@ _OPTIONAL_STREAMS = {
     "advantages": (np.float32, 0.0),
     "engine_logp": (np.float32, np.nan),
     "weight_version": (np.int32, -1),
+    "loss_weight": (np.float32, 0.0),
 }
 """Stream -> (dtype, value on padding)."""
 

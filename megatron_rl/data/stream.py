@@ -48,7 +48,7 @@ class SftStream:
             pad_id=self._pad_id,
         )
         num_trained = sum(batch.num_trained for rank in microbatches for batch in rank)
-        return StepBatch(step=step, microbatches=microbatches, num_trained=num_trained)
+        return StepBatch(step, microbatches, num_trained, denominator=num_trained)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands and of what; position counts the samples already drawn in this epoch."""

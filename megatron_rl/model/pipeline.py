@@ -49,26 +49,38 @@ def run_microbatches(
         )
 
 
-@torch.no_grad()
 def score_tokens(
     model: torch.nn.Module, batch: DeviceBatch, groups: ParallelGroups, *, temperature: float = 1.0
 ) -> LogprobOut:
-    """(log p of each target, entropy at each position), float32 [T] each, on every rank that serves the batch.
+    """score_all_tokens of one batch."""
+    return score_all_tokens(model, [batch], groups, temperature=temperature)[0]
 
-    Without gradients and for any layout. Collective over the pipeline.
+
+@torch.no_grad()
+def score_all_tokens(
+    model: torch.nn.Module, batches: Sequence[DeviceBatch], groups: ParallelGroups, *, temperature: float
+) -> list[LogprobOut]:
+    """(log p of each target, entropy at each position) of each batch, float32 [T] each, on every rank that serves them.
+
+    Without gradients and for any layout. Collective over the pipeline, which is filled and drained once: m batches
+    through p stages take the time of m + p - 1 stages, and one broadcast.
     """
 
-    def score(hidden: Tensor, _number: int) -> tuple[Tensor, LogprobOut]:
-        return hidden.new_zeros(()), head_logprobs(model, hidden, batch, groups, temperature=temperature)
+    def score(hidden: Tensor, number: int) -> tuple[Tensor, LogprobOut]:
+        return hidden.new_zeros(()), head_logprobs(model, hidden, batches[number], groups, temperature=temperature)
 
-    outputs = run_microbatches(model, [batch], score, groups, train=False)
+    if not batches:
+        return []
+    outputs = run_microbatches(model, batches, score, groups, train=False)
     if groups.pp_size == 1:
-        return outputs[0]
-    streams = (
-        torch.stack(outputs[0]) if outputs else torch.empty(2, len(batch.input_ids), device=batch.input_ids.device)
-    )
+        return outputs
+    sizes = [len(batch.input_ids) for batch in batches]
+    if outputs:
+        streams = torch.cat([torch.stack(output) for output in outputs], dim=1)
+    else:
+        streams = torch.empty(2, sum(sizes), device=batches[0].input_ids.device)
     dist.broadcast(streams, src=last_stage_rank(groups), group=groups.pp_group)
-    return LogprobOut(*streams)
+    return [LogprobOut(*part) for part in streams.split(sizes, dim=1)]
 
 
 def from_last_stage(value: T, groups: ParallelGroups) -> T:

@@ -9,21 +9,25 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import zmq
 import zmq.asyncio
 
 from megatron_rl.config import RunError
 from megatron_rl.data.packing import pack_for_ranks
 from megatron_rl.data.render import ChatRenderer
-from megatron_rl.loss.reduce import trained_mask
+from megatron_rl.loss.config import LossConfig
+from megatron_rl.loss.reduce import reduction_weights, trained_mask
+from megatron_rl.orchestrator.calibration import calibration_samples
 from megatron_rl.orchestrator.config import OrchestratorConfig
-from megatron_rl.orchestrator.evaluate import pass_rates, passed
+from megatron_rl.orchestrator.evaluate import evaluate_policy, metrics_of, passed, was_cut
 from megatron_rl.orchestrator.source import PromptSource
 from megatron_rl.orchestrator.state import encode_state
-from megatron_rl.records import RolloutGroup, Sample, StepBatch, wire
+from megatron_rl.records import PackedBatch, RolloutGroup, Sample, StepBatch, wire
 from megatron_rl.rewards.admission import admit_group
 from megatron_rl.rewards.advantage import group_samples
 from megatron_rl.rollout.env import Environment
+from megatron_rl.rollout.noise import with_noise
 from megatron_rl.rollout.run import Generator, RolloutConfig, run_group
 from megatron_rl.telemetry.values import Last, Max, Mean, Rate, Value, to_wire
 
@@ -41,9 +45,13 @@ class Orchestrator:
         config: OrchestratorConfig,
         rollout: RolloutConfig,
         pad_multiple: int,
+        loss: LossConfig | None = None,
     ) -> None:
+        """loss: whose reduction weighs the tokens; None: LossConfig()."""
         self._environments, self._source, self._generator = environments, source, generator
+        self._training_generator = with_noise(generator, sigma=rollout.injected_noise, seed=source.seed)
         self._renderer, self._config, self._rollout, self._pad_multiple = renderer, config, rollout, pad_multiple
+        self._loss = loss or LossConfig()
         self._gate = asyncio.Semaphore(max(1, config.max_concurrent_rollouts // rollout.group_size))
 
     async def serve(self, address: str) -> None:
@@ -71,42 +79,63 @@ class Orchestrator:
                 return wire.BatchReply(batch=await self.step_batch(request))
             case wire.EvalRequest():
                 return wire.EvalReply(metrics={name: to_wire(v) for name, v in (await self.evaluate()).items()})
+            case wire.CalibrationRequest():
+                return wire.CalibrationReply(microbatches=await self.calibration_batch(request))
             case wire.StateRequest():
                 return wire.StateReply(state=encode_state(self._source.state))
             case wire.RunFinished():
                 return wire.Acknowledged()
 
-    async def evaluate(self) -> dict[str, Rate]:
-        """Pass rates of every held-out split."""
-        return await pass_rates(
+    async def evaluate(self) -> dict[str, Rate | Mean]:
+        """Pass rates, and what else evaluate_policy measures, of every held-out split."""
+        results = await evaluate_policy(
             self._environments,
             self._generator,
             self._renderer,
             self._rollout,
-            prompts_per_split=self._config.evaluation.prompts_per_split,
+            evaluation=self._config.evaluation,
             max_concurrent=self._config.max_concurrent_rollouts,
         )
+        return metrics_of(results)
 
     async def step_batch(self, request: wire.BatchRequest) -> StepBatch:
         """Samples groups until the step is full or redraws run out, and packs what was admitted."""
         started = time.monotonic()
         drawn, admitted = await self._draw_groups(request.step)
         samples = [sample for group_samples in admitted for sample in group_samples]
-        microbatches = pack_for_ranks(
-            samples,
-            capacity=self._config.microbatch_tokens,
-            data_parallel_size=request.data_parallel_size,
-            pad_multiple=self._pad_multiple,
-            pad_id=self._renderer.pad_id,
-        )
+        denominator = weigh_tokens(samples, self._loss)
+        microbatches = self._pack(samples, request.data_parallel_size)
         self._source.state.groups_trained += len(admitted)
         metrics = _group_metrics(drawn, len(admitted), request.weight_version)
         metrics["perf/generation_s"] = Last(time.monotonic() - started)
         return StepBatch(
             step=request.step,
             microbatches=microbatches,
-            num_trained=_denominator(samples),
+            num_trained=sum(_num_trained(sample) for sample in samples),
+            denominator=denominator,
             metrics={name: to_wire(value) for name, value in metrics.items()},
+        )
+
+    async def calibration_batch(self, request: wire.CalibrationRequest) -> list[list[PackedBatch]]:
+        """Packed rollouts of the weights the engines hold now, for measuring."""
+        samples = await calibration_samples(
+            self._source,
+            self._training_generator,
+            self._renderer,
+            self._rollout,
+            step=request.step,
+            num_rollouts=request.num_rollouts,
+            max_concurrent=self._config.max_concurrent_rollouts,
+        )
+        return self._pack(samples, request.data_parallel_size)
+
+    def _pack(self, samples: Sequence[Sample], data_parallel_size: int) -> list[list[PackedBatch]]:
+        return pack_for_ranks(
+            samples,
+            capacity=self._config.microbatch_tokens,
+            data_parallel_size=data_parallel_size,
+            pad_multiple=self._pad_multiple,
+            pad_id=self._renderer.pad_id,
         )
 
     async def _draw_groups(self, step: int) -> tuple[list[RolloutGroup], list[list[Sample]]]:
@@ -138,13 +167,15 @@ class Orchestrator:
             async with self._gate:
                 prompt = self._source.draw(environment)
                 environment = prompt.environment
+                # A finite environment comes round again, perhaps within one step.
+                group_id = f"{prompt.prompt_id}@{self._source.state.draws}"
                 group = await run_group(
                     prompt,
                     self._source.environment(environment),
-                    self._generator,
+                    self._training_generator,
                     self._renderer,
                     self._rollout,
-                    group_id=prompt.prompt_id,
+                    group_id=group_id,
                 )
             drawn.append(group)
             admission = admit_group(group)
@@ -157,13 +188,27 @@ class NothingToTrainError(RunError):
     """No group of a step had a learning signal."""
 
 
-def _denominator(samples: Sequence[Sample]) -> int:
-    """|T| of the whole step: sampled tokens whose engine log-prob is known."""
-    total = 0
+def weigh_tokens(samples: Sequence[Sample], loss: LossConfig) -> float:
+    """Gives the samples of one step the loss weights of the reduction; returns the step's denominator.
+
+    A rollout counts with all its segments. Weights that are all 1 are left out.
+    """
+    of_rollout: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
-        assert sample.engine_logp is not None, "RL samples carry engine log-probs"
-        total += int(trained_mask(sample.loss_mask, sample.engine_logp).sum())
-    return max(1, total)
+        of_rollout.setdefault((sample.info["group_id"], sample.info["rollout"]), []).append(sample)
+    counts = [sum(map(_num_trained, parts)) for parts in of_rollout.values()]
+    weights, denominator = reduction_weights(counts, kind=loss.reduction, fixed_length=loss.fixed_length)
+    if any(weight != 1.0 for weight in weights):
+        for weight, parts in zip(weights, of_rollout.values(), strict=True):
+            for sample in parts:
+                sample.loss_weight = np.full(len(sample.token_ids), weight, dtype=np.float32)
+    return denominator
+
+
+def _num_trained(sample: Sample) -> int:
+    """Sampled tokens whose engine log-prob is known."""
+    assert sample.engine_logp is not None, "RL samples carry engine log-probs"
+    return int(trained_mask(sample.loss_mask, sample.engine_logp).sum())
 
 
 def _drop_reasons(groups: Sequence[RolloutGroup]) -> Counter[str]:
@@ -179,7 +224,7 @@ def _group_metrics(groups: Sequence[RolloutGroup], kept: int, weight_version: in
         "pass_rate/train": Rate(sum(map(passed, rollouts)), len(rollouts)),
         "rollout/length_mean": Mean(sum(lengths), len(lengths)),
         "rollout/length_max": Max(max(lengths, default=0)),
-        "rollout/cut_share": Mean(sum(r.finish_reason in ("length", "context") for r in rollouts), len(rollouts)),
+        "rollout/cut_share": Mean(sum(map(was_cut, rollouts)), len(rollouts)),
         "rollout/errors": Last(sum(bool(r.error) for g in groups for r in g.rollouts)),
         "groups/drawn": Last(len(groups)),
         "groups/kept": Last(kept),

@@ -30,6 +30,12 @@ class PackedBatch(msgspec.Struct):
     """float32 [T], RL only; NaN where the engine gave none."""
     weight_version: np.ndarray | None = None
     """int32 [T], RL only."""
+    loss_weight: np.ndarray | None = None
+    """float32 [T]: what the reduction multiplies each token's loss by; None: 1 everywhere."""
+    reference_logp: np.ndarray | None = None
+    """float32 [T]: of the frozen reference policy. The trainer adds it where the objective asks for one."""
+    proximal_logp: np.ndarray | None = None
+    """float32 [T]: of the trainer's weights at the last weight update, for the decoupled objective."""
     info: list[dict[str, Any]] = []
     """One per document: Sample.info."""
 
@@ -51,6 +57,8 @@ class StepBatch(msgspec.Struct):
     microbatches: list[list[PackedBatch]]
     """[data-parallel rank][microbatch]; every rank has the same number of microbatches."""
     num_trained: int
-    """Denominator of the loss: trained targets of all ranks and microbatches."""
+    """Trained targets of all ranks and microbatches."""
+    denominator: float
+    """What the step's weighted sum of token losses is divided by, on every rank and microbatch alike."""
     metrics: dict[str, tuple[str, float, float]] = {}
     """What the orchestrator measured: name -> telemetry value in wire form."""

@@ -20,12 +20,14 @@ class Sample(msgspec.Struct):
     """float32 [T], RL only; NaN where the engine gave none."""
     weight_version: np.ndarray | None = None
     """int32 [T], RL only; -1 where not sampled."""
+    loss_weight: np.ndarray | None = None
+    """float32 [T]: what the reduction multiplies each token's loss by; None: 1 everywhere."""
     info: dict[str, Any] = {}
     """For people (reward, environment, group): goes to the sampled-rollout log, never into the loss."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name in ("loss_mask", "advantages", "engine_logp", "weight_version"):
+        for name in ("loss_mask", "advantages", "engine_logp", "weight_version", "loss_weight"):
             stream = getattr(self, name)
             if stream is not None and len(stream) != num_tokens:
                 raise ValueError(

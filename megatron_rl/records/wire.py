@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_rl.records.batch import StepBatch
+from megatron_rl.records.batch import PackedBatch, StepBatch
 
 _ALLOWED_DTYPES = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64"})
 
@@ -34,6 +34,15 @@ class EvalRequest(msgspec.Struct, tag=True):
     weight_version: int
 
 
+class CalibrationRequest(msgspec.Struct, tag=True):
+    """Trainer -> orchestrator: fresh rollouts of the weights both sides hold now, to be measured and not trained."""
+
+    step: int
+    weight_version: int
+    data_parallel_size: int
+    num_rollouts: int
+
+
 class RunFinished(msgspec.Struct, tag=True):
     """Trainer -> orchestrator: the last step is done; stop."""
 
@@ -46,6 +55,11 @@ class BatchReply(msgspec.Struct, tag=True):
 
 class StateReply(msgspec.Struct, tag=True):
     state: bytes
+
+
+class CalibrationReply(msgspec.Struct, tag=True):
+    microbatches: list[list[PackedBatch]]
+    """[data-parallel rank][microbatch], as in StepBatch; advantages are 0."""
 
 
 class EvalReply(msgspec.Struct, tag=True):
@@ -62,8 +76,8 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-Request = BatchRequest | StateRequest | EvalRequest | RunFinished
-Reply = BatchReply | StateReply | EvalReply | Acknowledged | Failed
+Request = BatchRequest | StateRequest | EvalRequest | CalibrationRequest | RunFinished
+Reply = BatchReply | StateReply | EvalReply | CalibrationReply | Acknowledged | Failed
 
 
 def _encode_array(value: Any) -> Any:

@@ -31,6 +31,9 @@ class RolloutConfig(ConfigModel):
     """Most assistant turns of a rollout."""
     context_length: int = Field(ge=2, default=512)
     """Longest rollout in tokens, prompt and tool results included."""
+    injected_noise: float = Field(ge=0, default=0.0)
+    """For studies of guards only: standard deviation of the noise on logits that the engine's log-probs are made to
+    show. What is sampled, and evaluations, stay as they are. 0: none."""
 
 
 class SampledTokens(Protocol):

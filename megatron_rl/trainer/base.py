@@ -46,8 +46,10 @@ class PolicyTrainer:
             load_hf(self.model, self._model_path, groups)
         self.policy = PolicyOptimizer(self.model, groups, config.optimizer)
         self.step = 0
+        self.extra: dict[str, bytes] = {}
+        """What other parts of the run gave to the checkpoint this one goes on from."""
         if self.checkpoint is not None:
-            self.step, _ = load_training_state(
+            self.step, self.extra = load_training_state(
                 self.checkpoint,
                 model=self.model,
                 optimizer=self.policy.optimizer,

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from megatron_rl.checkpoint.config import CheckpointConfig
 from megatron_rl.config import ConfigModel
+from megatron_rl.loss.snr import SnrConfig
+from megatron_rl.trainer.reference_config import ReferenceConfig
 
 
 class OptimizerConfig(ConfigModel):
@@ -94,6 +96,10 @@ class RlTrainerConfig(TrainerConfig):
     probe_tolerance: float = Field(gt=0, default=1e-4)
     """Largest allowed difference between the engine's and the trainer's log-prob of a probe token after an update.
     1e-4 holds in float32. With bfloat16 in model.dtype or engine.dtype the median token decides: set about 0.05."""
+    reference: ReferenceConfig | None = None
+    """Frozen policy that the KL is taken to; null: none is held. Without loss.kl it is only measured."""
+    snr: SnrConfig | None = SnrConfig()
+    """Calibrations that tell the ratio's movement from its noise; null: none."""
     logged_rollouts_per_step: int = Field(ge=0, default=8)
     """Rollouts per step written with all their token streams to RUN/rollouts.jsonl."""
     batch_timeout_s: float = Field(gt=0, default=3600.0)

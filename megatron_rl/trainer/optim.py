@@ -10,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_rl.checkpoint.adam import restart_adam
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.model.policy import PolicyModel
 from megatron_rl.telemetry.values import Last, Value
@@ -88,6 +89,13 @@ class PolicyOptimizer:
         if self.config.skip_above_norm is not None:
             metrics["optimizer/skipped"] = Last(float(not applied))
         return Update(grad_norm, metrics)
+
+    def reset_state(self) -> None:
+        """Moments and step count start over, as in a new optimizer; weights, master weights and learning rate stay.
+
+        Every rank resets its own share; nothing is communicated.
+        """
+        restart_adam(self.optimizer)
 
     def _clip(self, grad_norm: float) -> None:
         for part in self.optimizer.chained_optimizers:

@@ -1,7 +1,8 @@
 """The RL trainer: batch, step, weights into the running engines, check, next.
 
 Invariants: weight version k is the policy after k optimizer steps; the batch of step k was sampled by version k or
-older; no batch is asked for before the engines hold the version and a probe text agrees on both sides.
+older; after an update no batch is asked for before the engines hold the version and a probe text agrees on both sides;
+what is measured on held-out prompts or for calibration is sampled by the trainer's own version.
 """
 
 import time
@@ -20,18 +21,23 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.engine.client import EngineControl
 from megatron_rl.loss.config import LossConfig
 from megatron_rl.loss.head import rl_loss
+from megatron_rl.loss.snr import record_metrics
 from megatron_rl.model.build import ModelConfig
 from megatron_rl.model.forward import DeviceBatch
 from megatron_rl.model.hf_weights import export_hf, hf_layout
-from megatron_rl.model.pipeline import from_last_stage, score_tokens
+from megatron_rl.model.pipeline import from_last_stage, score_all_tokens, score_tokens
 from megatron_rl.model.router_margin import watch_routers
 from megatron_rl.records import PackedBatch, StepBatch, wire
 from megatron_rl.telemetry.rollouts import RolloutLog, TokenRecord
 from megatron_rl.telemetry.values import Last, from_wire
 from megatron_rl.trainer.base import PolicyTrainer
 from megatron_rl.trainer.config import RlTrainerConfig
+from megatron_rl.trainer.frozen_policies import FrozenPolicies
 from megatron_rl.trainer.link import OrchestratorLink
+from megatron_rl.trainer.objective import RunningObjective
 from megatron_rl.trainer.probe import ProbeResult, WeightProbe
+from megatron_rl.trainer.ratio_monitor import RatioMonitor
+from megatron_rl.trainer.rl_streams import rl_streams
 from megatron_rl.trainer.rollout_log import token_records
 from megatron_rl.trainer.schedule import learning_rate
 from megatron_rl.trainer.step import train_step
@@ -79,27 +85,39 @@ class RlTrainer:
             config=job.weight_sync,
         )
         self.probe = WeightProbe(self.tokenizer, pad_multiple=groups.tp_size)
+        self.objective = RunningObjective(job.loss, self.base.extra.get("objective"))
+        self.frozen = FrozenPolicies(
+            self.base,
+            reference=job.trainer.reference,
+            loss=job.loss,
+            model_path=Path(job.model.path),
+            temperature=job.temperature,
+            platform=platform,
+            groups=groups,
+        )
+        self.ratio = RatioMonitor(job.trainer.snr, job.run_dir, groups) if job.trainer.snr is not None else None
         self.rollout_log = RolloutLog(job.run_dir) if self.base.is_writer else None
         place, first = groups.place, groups.places[0]
         self.serves_rank_0 = (place.tp, place.cp, place.dp) == (first.tp, first.cp, first.dp)
 
     @property
     def step(self) -> int:
-        """Optimizer steps done; also the weight version the engines hold between steps."""
+        """Optimizer steps done; also the number of the version that these weights are."""
         return self.base.step
 
     def run(self) -> None:
         """Trains from the current step to the last one; returns when the orchestrator knows that it is over."""
-        config = self.job.trainer
         sync_metrics = self._publish()
-        if self.step == 0:
-            self._evaluate()
-        while self.step < config.steps:
+        uncalibrated = self.ratio is not None and self.objective.noise is None
+        self._measure(evaluation=self.step == 0, calibration=uncalibrated)
+        while self.step < self.job.trainer.steps:
             self._train_one(sync_metrics)
-            sync_metrics = self._publish()
-            if self.step % config.eval_every_steps == 0 or self.step == config.steps:
-                self._evaluate()
-            self.base.finish_step(self._orchestrator_state)
+            evaluation, calibration = self._evaluates_now(), self._calibrates_now()
+            update = evaluation or calibration or self.step % self.job.weight_sync.every_steps == 0
+            sync_metrics = self._publish() if update else {}
+            self._measure(evaluation=evaluation, calibration=calibration)
+            self.frozen.after_step(self.step)
+            self.base.finish_step(self._state_of_others)
         self.base.export()
         self.link.ask(wire.RunFinished(step=self.step))
         self.link.close()
@@ -113,12 +131,13 @@ class RlTrainer:
         assert isinstance(reply, wire.BatchReply), f"expected a batch, got {type(reply).__name__}"
         batch, waited_s = reply.batch, time.monotonic() - started
         self.base.status(f"step {self.step + 1}: training")
+        microbatches = self.frozen.scored(batch.microbatches[self.groups.dp_rank], kl_coef=self.objective.kl_coef)
         records: list[TokenRecord] = []
         lr = learning_rate(self.job.trainer.optimizer, step=self.step, total_steps=self.job.trainer.steps)
         grad_norm, metrics = train_step(
             self.base.policy,
-            batch.microbatches[self.groups.dp_rank],
-            partial(self._loss, denominator=batch.num_trained, records=records),
+            microbatches,
+            partial(self._loss, denominator=batch.denominator, records=records),
             self.groups,
             step=self.step,
             lr=lr,
@@ -126,6 +145,7 @@ class RlTrainer:
             temperature=self.job.temperature,
         )
         metrics, records = self.base.reduce(metrics), from_last_stage(records, self.groups)
+        metrics |= self.objective.after_step(metrics)
         self.base.step += 1
         self.base.write(
             {
@@ -143,23 +163,29 @@ class RlTrainer:
             self.rollout_log.write(self.step, records)
 
     def _loss(
-        self, out: LogprobOut, batch: PackedBatch, *, denominator: int, records: list[TokenRecord]
+        self, out: LogprobOut, batch: PackedBatch, *, denominator: float, records: list[TokenRecord]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        device = self.platform.device
-        assert batch.advantages is not None and batch.engine_logp is not None, "an RL batch carries RL streams"
+        streams = rl_streams(out, batch, self.platform.device)
         loss, stats = rl_loss(
-            out.logp,
-            torch.tensor(batch.engine_logp, device=device),
-            torch.tensor(batch.advantages, device=device),
-            torch.tensor(batch.loss_mask, device=device),
+            streams,
             config=self.job.loss,
             denominator=denominator,
-            entropy=out.entropy.detach(),
+            kl_coef=self.objective.kl_coef,
+            noise=self.objective.noise,
         )
+        if self.ratio is not None:
+            self.ratio.watch(streams, batch)
         missing = self.job.trainer.logged_rollouts_per_step - len(records)
         if self.serves_rank_0 and missing > 0:
             records += token_records(batch, stats, step=self.step + 1, token_text=self._token_text, limit=missing)
         return loss, stats.metrics
+
+    def _evaluates_now(self) -> bool:
+        return self.step % self.job.trainer.eval_every_steps == 0 or self.step == self.job.trainer.steps
+
+    def _calibrates_now(self) -> bool:
+        snr = self.job.trainer.snr
+        return snr is not None and self.step % snr.every_steps == 0
 
     def _publish(self) -> dict[str, Any]:
         """Version self.step into every engine, then the probe check. Metrics of both."""
@@ -167,6 +193,7 @@ class RlTrainer:
         started = time.monotonic()
         self.publisher.publish(self.step)
         publish_s = time.monotonic() - started
+        self.frozen.after_update()
         probe = self._check_engines()
         return {
             "weights/publish_s": Last(publish_s),
@@ -188,16 +215,45 @@ class RlTrainer:
             tolerance=self.job.trainer.probe_tolerance,
         )
 
-    def _evaluate(self) -> None:
-        self.base.status(f"evaluating version {self.step} on held-out prompts")
-        reply = self.link.ask(wire.EvalRequest(step=self.step, weight_version=self.step))
-        assert isinstance(reply, wire.EvalReply), f"expected an evaluation, got {type(reply).__name__}"
-        self.base.write({name: from_wire(value) for name, value in reply.metrics.items()})
+    def _measure(self, *, evaluation: bool, calibration: bool) -> None:
+        """Held-out prompts, and the ratio of equal weights. The engines hold the trainer's version."""
+        if evaluation:
+            self.base.status(f"evaluating version {self.step} on held-out prompts")
+            reply = self.link.ask(wire.EvalRequest(step=self.step, weight_version=self.step))
+            assert isinstance(reply, wire.EvalReply), f"expected an evaluation, got {type(reply).__name__}"
+            metrics = {name: from_wire(value) for name, value in reply.metrics.items()}
+            self.base.write(metrics)
+            self.frozen.after_evaluation(metrics)
+        if calibration:
+            self._calibrate()
 
-    def _orchestrator_state(self) -> dict[str, bytes]:
+    def _calibrate(self) -> None:
+        """Fresh rollouts scored on both sides; from now on guards read what they say of the noise."""
+        assert self.ratio is not None, "only a run with trainer.snr calibrates"
+        self.base.status(f"measuring the ratio's noise at version {self.step}")
+        request = wire.CalibrationRequest(
+            step=self.step,
+            weight_version=self.step,
+            data_parallel_size=self.groups.dp_size,
+            num_rollouts=self.ratio.config.prompts,
+        )
+        reply = self.link.ask(request)
+        assert isinstance(reply, wire.CalibrationReply), f"expected a calibration, got {type(reply).__name__}"
+        microbatches = reply.microbatches[self.groups.dp_rank]
+        batches = [DeviceBatch.from_packed(packed, self.platform.device) for packed in microbatches]
+        outputs = score_all_tokens(self.base.policy.ddp, batches, self.groups, temperature=self.job.temperature)
+        for out, packed in zip(outputs, microbatches, strict=True):
+            self.ratio.add_calibration(out, packed)
+        record, self.objective.noise = self.ratio.measure(self.step, must_hold=self.objective.noise is None)
+        self.base.write(record_metrics(record))
+        if not record.identity.ok:
+            self.base.status(f"warning: {record.identity.reason}; {record.identity.cure}")
+
+    def _state_of_others(self) -> dict[str, bytes]:
+        """For the checkpoint: what the run needs beside the policy and its optimizer."""
         reply = self.link.ask(wire.StateRequest(step=self.step))
         assert isinstance(reply, wire.StateReply), f"expected a state, got {type(reply).__name__}"
-        return {"orchestrator": reply.state}
+        return {"orchestrator": reply.state, "objective": self.objective.state(), **self.frozen.state()}
 
     def _token_text(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))

@@ -103,7 +103,7 @@ class SftTrainer:
         grad_norm, metrics = train_step(
             self.base.policy,
             microbatches,
-            partial(self._loss, denominator=batch.num_trained),
+            partial(self._loss, denominator=batch.denominator),
             self.groups,
             step=self.step,
             lr=lr,
@@ -121,7 +121,7 @@ class SftTrainer:
             "perf/tokens_per_s": Last(num_tokens / step_s),
         }
 
-    def _loss(self, out: LogprobOut, batch: PackedBatch, *, denominator: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _loss(self, out: LogprobOut, batch: PackedBatch, *, denominator: float) -> tuple[torch.Tensor, dict[str, Any]]:
         mask = torch.tensor(batch.loss_mask, device=self.platform.device)
         loss = sft_loss(out.logp, mask, denominator=denominator)
         return loss, {"loss/sft": Mean(float(loss.detach()) * denominator, batch.num_trained)}

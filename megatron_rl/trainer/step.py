@@ -10,7 +10,7 @@ from megatron_rl.config import RunError
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.loss.reduce import BrokenValuesError
 from megatron_rl.model.forward import DeviceBatch, head_logprobs
-from megatron_rl.model.pipeline import from_last_stage, run_microbatches, score_tokens
+from megatron_rl.model.pipeline import from_last_stage, run_microbatches, score_all_tokens
 from megatron_rl.records import PackedBatch
 from megatron_rl.telemetry.values import merge_metrics
 from megatron_rl.trainer.guards import LossFunction
@@ -61,7 +61,8 @@ def evaluate(
 
     RunError where the model gives a value that is not finite.
     """
-    outputs = (score_tokens(policy.ddp, DeviceBatch.from_packed(batch, device), groups) for batch in microbatches)
+    batches = [DeviceBatch.from_packed(batch, device) for batch in microbatches]
+    outputs = score_all_tokens(policy.ddp, batches, groups, temperature=1.0)
     try:
         return merge_metrics([loss_function(out, batch)[1] for out, batch in zip(outputs, microbatches, strict=True)])
     except BrokenValuesError as error:

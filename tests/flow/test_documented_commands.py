@@ -46,6 +46,7 @@ RUNS: dict[str, list[list[str]]] = {
         )
     },
     "megatron-rl report RUN": [["report", "runs/tiny-sft"]],
+    "megatron-rl snr RUN": [["snr", "runs/tiny-rl"]],
     "megatron-rl report RUN [RUN ...]": [["report", "runs/tiny-sft", "runs/tiny-rl", "--out", "runs/both.html"]],
     "megatron-rl convert SOURCE TARGET": [["convert", "runs/tiny/model", "runs/converted"]],
     "megatron-rl convert RUN/checkpoints/step_000020 DIR --hf-source MODEL": [

@@ -26,6 +26,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss/sft"] for record in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_a_supervised_run_saves_on_sigterm_and_goes_on_as_if_nothing_had_happened(
     sft_run: Path, sft_config: Callable[[Path], Path], tmp_path: Path, command: Callable
 ) -> None:

@@ -166,6 +166,11 @@ def test_a_run_needs_room_for_one_checkpoint_more_than_it_keeps_and_its_export(
     check_disk_space(tmp_path / "not" / "yet", QWEN, "float32", config=config, export=False)
     with pytest.raises(ConfigError, match=r"3 checkpoints of .*keep_last .*, and .* of exported weights, together"):
         check_disk_space(tmp_path, QWEN, "float32", config=config, export=True)
+    usage.free = (3 * 12 + 5 * 4) * count
+    check_disk_space(tmp_path, QWEN, "float32", config=config, export=False, references=2)
+    usage.free -= 1
+    with pytest.raises(ConfigError, match=r"and 5 reference policies of"):
+        check_disk_space(tmp_path, QWEN, "float32", config=config, export=False, references=2)
     for num_saved, free in ((1, 24), (2, 12), (3, 12)):
         save(tmp_path / "checkpoints", num_saved)
         usage.free = free * count

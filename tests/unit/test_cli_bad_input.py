@@ -30,8 +30,10 @@ GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 
 def test_an_unknown_key_gets_the_nearest_name(tiny: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
-    error = error_of("rl", rl(tiny, tmp_path), "loss.eps_hihg=0.3")
+    error = error_of("rl", rl(tiny, tmp_path), "loss.policy.eps_hihg=0.3")
     assert "eps_hihg" in error and "eps_high" in error
+    assert "did you mean loss.policy.eps_high?" in error_of("rl", rl(tiny, tmp_path), "loss.eps_high=0.3")
+    assert "did you mean cispo?" in error_of("rl", rl(tiny, tmp_path), "loss.policy.kind=cispa")
 
 
 def test_a_missing_checkpoint_is_named(tiny: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:

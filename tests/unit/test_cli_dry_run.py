@@ -48,6 +48,7 @@ def test_every_example_passes_as_it_is_shipped(
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copytree(tiny, tmp_path / "runs" / "tiny")
     shutil.copytree(tiny / "model", tmp_path / "runs" / "tiny-sft" / "hf")
+    shutil.copytree(tiny / "model", tmp_path / "runs" / "regularisers" / "start" / "sft" / "hf")
     if "glm" in example.name:
         make_tiny(tmp_path / "runs" / "tiny-glm", num_train=8, num_heldout=2, family="glm4_moe")
     monkeypatch.chdir(tmp_path)
@@ -55,7 +56,8 @@ def test_every_example_passes_as_it_is_shipped(
     documented = re.search(r"--dry-run (--gpu-memory \d+)", example.read_text())
     is_gpu = "platform: cuda" in example.read_text()
     assert bool(documented) == is_gpu, "examples for GPUs say in their head for how large ones"
-    text = report(example.parts[1], str(example), *(documented[1].split() if documented else []))
+    verb = "rl" if "environments:" in example.read_text() else "sft"
+    text = report(verb, str(example), *(documented[1].split() if documented else []))
     assert "the config fits; nothing was started" in text
     assert ("not checked: GPUs" in text) == ("not checked: weights" in text) == is_gpu
     assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
@@ -110,6 +112,29 @@ def test_a_model_that_does_not_fit_its_gpus_is_refused_with_cures(
     assert "a rank must fit" in error and "gradients (float32) 15.0" in error
     for cure in ("parallel.tensor", "parallel.pipeline", "parallel.expert", "model.recompute=full", "microbatch"):
         assert cure in error
+
+
+def rows_of(text: str) -> dict[str, float]:
+    """The memory table."""
+    return {name: float(size) for name, size in re.findall(r"^ {14}(\S.*?) +([\d.]+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384, 65536])
+def test_an_offloaded_reference_counts_only_for_what_it_takes_beyond_a_steps_activations_and_head(
+    tokens: int, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It visits the device between steps; held there it counts whole. The table rounds to 0.01 GiB."""
+    monkeypatch.chdir(ROOT)
+    run = ("examples/rl/qwen3_30b_a3b_1node.yaml", f"orchestrator.microbatch_tokens={tokens}")
+    alone = rows_of(report("rl", *run))
+    held = rows_of(report("rl", *run, "trainer.reference={}"))
+    offloaded = rows_of(report("rl", *run, "trainer.reference={offload: true}"))
+    parameters = alone["parameters (bfloat16)"]
+    beyond = max(0.0, parameters - alone["activations (recompute full)"] - alone.get("head", 0.0))
+    assert held["total"] - alone["total"] == pytest.approx(parameters, abs=0.02)
+    assert offloaded["total"] - alone["total"] == pytest.approx(beyond, abs=0.02)
+    assert offloaded.get("reference policy while it scores", 0.0) == pytest.approx(beyond, abs=0.02)
+    assert (beyond == 0) == (tokens == 65536), "a large microbatch leaves more room than it needs"
 
 
 def test_engines_that_do_not_fit_are_refused(error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

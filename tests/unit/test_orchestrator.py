@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from megatron_rl.engine.records import Completion
-from megatron_rl.orchestrator.config import OrchestratorConfig
-from megatron_rl.orchestrator.evaluate import EvaluationError, pass_rates
+from megatron_rl.orchestrator.config import EvaluationConfig, OrchestratorConfig
+from megatron_rl.orchestrator.evaluate import EvaluationError, evaluate_policy, metrics_of
 from megatron_rl.orchestrator.loop import NothingToTrainError, Orchestrator
 from megatron_rl.orchestrator.source import PromptSource
 from megatron_rl.orchestrator.state import decode_state, encode_state
 from megatron_rl.records import Prompt, wire
 from megatron_rl.rollout.env import StepOutcome
 from megatron_rl.rollout.run import RolloutConfig
+from megatron_rl.telemetry.glossary import SECTIONS, matches
 from megatron_rl.telemetry.values import from_wire
 
 
@@ -156,22 +157,114 @@ def test_the_order_of_prompts_is_a_function_of_seed_and_draws_through_a_restart(
     assert 20 <= sum(p.startswith("two/") for p in got) <= 38
 
 
+def evaluation(answers: list[str | Exception], **config: Any) -> dict[str, Any]:
+    """Metrics of an evaluation of one environment; its one held-out split has four prompts."""
+    results = evaluate_policy(
+        [Scored("one")],
+        Scripted(answers),
+        Letters(),  # type: ignore[arg-type]
+        RolloutConfig(group_size=2, max_new_tokens=3, context_length=32),
+        evaluation=EvaluationConfig(prompts_per_split=16, **config),
+        max_concurrent=1,
+    )
+    return {name.removesuffix("/one/heldout"): value for name, value in metrics_of(asyncio.run(results)).items()}
+
+
 def test_evaluation_counts_passes_per_split_and_refuses_failed_rollouts() -> None:
-    config = RolloutConfig(group_size=2, max_new_tokens=8, context_length=32)
-
-    def rates(answers: list[str | Exception]) -> Any:
-        return asyncio.run(
-            pass_rates(
-                [Scored("one")],
-                Scripted(answers),
-                Letters(),  # type: ignore[arg-type]
-                config,
-                prompts_per_split=16,
-                max_concurrent=1,
-            )
-        )
-
-    rate = rates(["a", "x", "x", "x"])["eval/pass_rate/one/heldout"]
+    rate = evaluation(["a", "x", "x", "x"])["eval/pass_rate"]
     assert (rate.successes, rate.count) == (1, 4)
     with pytest.raises(EvaluationError, match="engine gone"):
-        rates(["a", ConnectionError("engine gone")])
+        evaluation(["a", ConnectionError("engine gone")])
+
+
+def test_evaluation_with_several_attempts_reports_pass_at_k_and_how_varied_answers_are() -> None:
+    answers: list[str | Exception] = [*"axy", *"xxx", *"xay", *"abx"]
+    metrics = {
+        name: value.result() for name, value in evaluation(answers, attempts_per_prompt=3, pass_at=[1, 2]).items()
+    }
+    assert metrics == {
+        "eval/pass_rate": pytest.approx(4 / 12),
+        "eval/pass_at/2": pytest.approx((2 / 3 + 0 + 2 / 3 + 1) / 4),
+        "eval/distinct_answers": (3 + 1 + 3 + 3) / 4,
+        "eval/entropy_estimate": 0.5,
+        "eval/length_mean": 2.0,
+        "eval/cut_share": 0.0,
+    }
+
+
+def test_the_report_page_has_a_panel_for_every_measure_of_an_evaluation() -> None:
+    patterns = [pattern for section in SECTIONS for panel in section.panels for pattern in panel.patterns]
+    for name in evaluation(["a"], attempts_per_prompt=2, pass_at=[1, 2]):
+        assert any(matches(f"{name}/one/heldout", pattern) for pattern in patterns), name
+
+
+def test_answers_are_told_apart_by_the_last_assistant_turn() -> None:
+    class Twice(Scored):
+        def step(self, assistant_text: str) -> StepOutcome:
+            done = assistant_text != "t"
+            return StepOutcome(messages=[{"role": "tool", "content": "t"}], done=done, reward=0.0 if done else None)
+
+    class Continued(Letters):
+        def continuation_ids(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+            return [ord("c")]
+
+    (result,) = asyncio.run(
+        evaluate_policy(
+            [Twice("one")],
+            Scripted([*"tatbtatb"]),
+            Continued(),  # type: ignore[arg-type]
+            RolloutConfig(max_new_tokens=3, context_length=32, max_turns=2),
+            evaluation=EvaluationConfig(prompts_per_split=2, attempts_per_prompt=2),
+            max_concurrent=1,
+        )
+    )
+    assert result.measures["distinct_answers"].result() == 2.0 and result.measures["length_mean"].result() == 4.0
+
+
+def test_one_attempt_per_prompt_has_no_variety_to_count() -> None:
+    metrics = evaluation(["a"])
+    assert sorted(metrics) == ["eval/cut_share", "eval/entropy_estimate", "eval/length_mean", "eval/pass_rate"]
+
+
+def test_evaluation_samples_at_its_own_temperature_and_without_injected_noise() -> None:
+    seen = []
+
+    class Watched(Scripted):
+        async def generate(self, prompt_ids: Any, **options: Any) -> Completion:
+            seen.append(options["temperature"])
+            return await super().generate(prompt_ids, **options)
+
+    for config, temperature in ((EvaluationConfig(), 1.3), (EvaluationConfig(temperature=0.7), 0.7)):
+        orchestrator = Orchestrator(
+            [Scored("one")],
+            PromptSource([Scored("one")], [1.0], seed=0),
+            Watched(["a", "x"]),
+            Letters(),  # type: ignore[arg-type]
+            config=OrchestratorConfig(groups_per_step=1, evaluation=config),
+            rollout=RolloutConfig(
+                group_size=2, max_new_tokens=8, context_length=32, temperature=1.3, injected_noise=1.0
+            ),
+            pad_multiple=1,
+        )
+        metrics = asyncio.run(orchestrator.evaluate())
+        assert metrics["eval/entropy_estimate/one/heldout"].result() == 0.5
+        assert set(seen) == {temperature}
+        seen.clear()
+        (packed,) = asyncio.run(orchestrator.step_batch(REQUEST)).microbatches[0]
+        assert packed.engine_logp is not None
+        trained = packed.engine_logp[packed.loss_mask]
+        assert set(seen) == {1.3} and len(set(trained.tolist())) == len(trained), "each token has noise of its own"
+        seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"pass_at": [1, 4], "attempts_per_prompt": 3}, "set attempts_per_prompt to at least 4"),
+        ({"pass_at": [0]}, "between 1 and attempts_per_prompt, got 0"),
+        ({"pass_at": [2, 2], "attempts_per_prompt": 2}, "each k once"),
+    ],
+)
+def test_a_pass_at_that_cannot_be_estimated_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EvaluationConfig(**config)

@@ -47,6 +47,7 @@ def test_a_step_batch_comes_back_bit_for_bit(num_tokens: int, with_rl: bool) -> 
         step=7,
         microbatches=[[batch(num_tokens, with_rl=with_rl)], [batch(num_tokens + 1, with_rl=with_rl)]],
         num_trained=11,
+        denominator=2.5,
         metrics={"reward/mean": ("mean", 1.5, 3.0)},
     )
     reply = wire.decode(wire.encode(wire.BatchReply(batch=step)), wire.Reply)
@@ -54,7 +55,14 @@ def test_a_step_batch_comes_back_bit_for_bit(num_tokens: int, with_rl: bool) -> 
 
 
 def test_requests_are_told_apart_by_their_tag() -> None:
-    for request in (wire.BatchRequest(1, 2, 3), wire.StateRequest(1), wire.EvalRequest(1, 2), wire.RunFinished(1)):
+    requests = (
+        wire.BatchRequest(1, 2, 3),
+        wire.StateRequest(1),
+        wire.EvalRequest(1, 2),
+        wire.CalibrationRequest(1, 2, 3, 4),
+        wire.RunFinished(1),
+    )
+    for request in requests:
         assert wire.decode(wire.encode(request), wire.Request) == request
 
 
