@@ -18,7 +18,11 @@ STEPS = 4
 
 RANKS_2 = "run.processes=2"
 OBJECTIVES: dict[str, list[str]] = {
-    "btv": ["loss.g_max=0.5", "loss.entropy={coef: 0.01, tokens: after_observation}"],
+    "btv": [
+        "loss.policy={eps_low: 0.01, eps_high: 0.01}",
+        "loss.g_max=0.5",
+        "loss.entropy={coef: 0.01, tokens: after_observation}",
+    ],
     "btv-symmetric": [
         "loss.policy.sided=symmetric",
         "loss.kl.coef=0.1",
@@ -117,7 +121,7 @@ def test_a_stale_run_reaches_its_last_step_with_finite_metrics(
         f"engine.urls=[{engine_url}]",
         f"trainer.steps={STEPS}",
         "trainer.eval_every_steps=4",
-        "trainer.optimizer.lr=0.003",
+        "trainer.optimizer.lr=0.001",
         "weight_sync.every_steps=3",
         *OBJECTIVES[name],
     )

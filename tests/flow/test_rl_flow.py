@@ -99,8 +99,9 @@ def assert_numbers_agree(run_dir: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("every_death", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every"])
 def test_a_run_survives_every_death_and_both_sides_agree(
-    sft_run: Path, tmp_path: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
+    every_death: bool, sft_run: Path, tmp_path: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
     monkeypatch.setenv("MEGATRON_RL_TEST_RUN", str(run_dir))
@@ -113,24 +114,26 @@ def test_a_run_survives_every_death_and_both_sides_agree(
     assert "trainer died" in run.text() and "logs/trainer.log" in run.text(), run.text()
     assert_numbers_agree(run_dir)
 
-    # kill -9 of the engine, temperature .7, two tensor-parallel ranks that go on from one rank's checkpoint
-    run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.tensor=2")
-    run.wait_for(lambda: (run_dir / "checkpoints" / "step_000004").exists(), 180)
-    assert "resuming" in run.text() and "rollout.temperature" in run.text()
-    assert assert_ends(run, run_dir, newest(run_dir, "megatron_rl.engine.server").kill) == 1
-    assert "engine-0 died" in run.text() and "logs/engine-0.log" in run.text(), run.text()
-    assert_numbers_agree(run_dir)
+    if every_death:
+        # kill -9 of the engine, temperature .7, two tensor-parallel ranks that go on from one rank's checkpoint
+        run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.tensor=2")
+        run.wait_for(lambda: (run_dir / "checkpoints" / "step_000004").exists(), 180)
+        assert "rollout.temperature" in run.text()
+        assert assert_ends(run, run_dir, newest(run_dir, "megatron_rl.engine.server").kill) == 1
+        assert "engine-0 died" in run.text() and "logs/engine-0.log" in run.text(), run.text()
+        assert_numbers_agree(run_dir)
 
-    # Ctrl-C, two expert-parallel ranks, which are two data-parallel ranks too
-    run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.expert=2")
-    run.wait_for(lambda: (run_dir / "checkpoints" / "step_000006").exists(), 180)
-    assert assert_ends(run, run_dir, lambda: run.process.send_signal(signal.SIGINT)) == 130
-    assert "Ctrl-C stopped" in run.text() and "same command again" in run.text(), run.text()
+        # Ctrl-C, two expert-parallel ranks, which are two data-parallel ranks too
+        run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.expert=2")
+        run.wait_for(lambda: (run_dir / "checkpoints" / "step_000006").exists(), 180)
+        assert assert_ends(run, run_dir, lambda: run.process.send_signal(signal.SIGINT)) == 130
+        assert "Ctrl-C stopped" in run.text() and "same command again" in run.text(), run.text()
 
     # the rest, on two pipeline stages
     run = command("rl", config, "rollout.temperature=0.7", "run.processes=2", "parallel.pipeline=2")
     run.wait_for(lambda: bool(ports_of(run_dir)), 180)
     ports = ports_of(run_dir)
+    assert "resuming" in run.text(), run.text()
     assert run.wait(240) == 0, run.text()
     assert_nothing_is_left(run_dir, ports)
     assert_numbers_agree(run_dir)

@@ -53,7 +53,7 @@ LAYOUTS = {
 }
 
 
-IN_MAKE_TEST = ("DP2", "TP2-EP2")
+IN_MAKE_TEST = ("TP2-EP2",)
 
 
 @pytest.mark.parametrize(

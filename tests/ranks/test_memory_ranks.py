@@ -12,7 +12,7 @@ from megatron_rl.model.folder import read_hf_config
 from megatron_rl.model.memory import stage_memory
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_gradients_and_optimizer_state_are_estimated_within_15_percent(
     world_size: int, model_folder: Path, tmp_path: Path, run_script: Callable[..., None]
 ) -> None:

@@ -111,7 +111,9 @@ def alarms(counts: Counter[str]) -> int:
     return counts.total() - counts["ok"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["rare forks", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
+)
 @pytest.mark.parametrize(
     ("noise", "temperature"),
     [((0.05, 0.05), 0.7), ((0.3, 0.3), 1.0), ((0.0, 0.5), 0.7), ((0.5, 0.0), 1.0), ((0.5, 0.5), 1.0)],
