@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,21 @@ def draw(
         token_ids.to(device),
         dict(zip(("logp", "entropy", "kl"), sends, strict=True)),
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operator made inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
 
 
 def textbook_logprob(hidden: Tensor, head: Tensor, case: Case, temperature: float) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def reduction_weights(
     if (fixed_length is not None) != (kind == "fixed_length") or (fixed_length is not None and fixed_length <= 0):
         raise ValueError(
             f"fixed_length must be above 0 for the reduction fixed_length and None for others, got {fixed_length} for "
-            f"{kind}; rollout.max_tokens is a common length"
+            f"{kind}; rollout.max_new_tokens is a common length"
         )
     rollouts = max(1, sum(count > 0 for count in tokens_of_rollout))
     ones = [1.0] * len(tokens_of_rollout)

@@ -1,6 +1,6 @@
 """A tiny model, and the command in this process with its error caught."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny(folder, seed=0, num_train=8, num_heldout=2)
     return folder
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """torch.distributed with this process as its only rank."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 import torch
 from megatron_rl_kernels import linear_logprob
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS = runpy.run_path(str(Path(__file__).parents[1] / "heads.py"))
 draw, run, pooled, in_chunks, textbook = (
@@ -144,23 +143,12 @@ def test_a_frozen_input_gets_no_gradient_and_changes_none(frozen: str) -> None:
 def test_no_tensor_of_the_forward_or_backward_has_all_logits() -> None:
     """The largest tensor any operator makes is a chunk of logits, the head, or the hidden states."""
     num_tokens, hidden_size, vocab_size, chunk = 400, 8, 300, 16
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
     case = draw(num_tokens, hidden_size, vocab_size, torch.float32)
     hidden, head = case.hidden.requires_grad_(), case.head.requires_grad_()
-    with Watch():
+    with HEADS["LargestTensor"]() as seen:
         out = linear_logprob(hidden, head, case.token_ids, chunk=chunk)
         (out.logp + out.entropy).sum().backward()
-    assert 0 < largest <= max(chunk * vocab_size, num_tokens * hidden_size, vocab_size * hidden_size)
+    assert 0 < seen.largest <= max(chunk * vocab_size, num_tokens * hidden_size, vocab_size * hidden_size)
 
 
 @pytest.mark.parametrize(

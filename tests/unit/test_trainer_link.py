@@ -5,19 +5,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import zmq
-from torch._C._distributed_c10d import HashStore
 
 from megatron_rl.records import wire
 from megatron_rl.trainer.link import OrchestratorError, OrchestratorLink
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 @pytest.fixture

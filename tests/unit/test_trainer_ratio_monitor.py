@@ -1,6 +1,5 @@
 """What the trainer measures of its importance ratio: which tokens, against what, and who learns of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_rl_kernels import LogprobOut
-from torch._C._distributed_c10d import HashStore
 
 from megatron_rl.data.packing import pack_samples
 from megatron_rl.loss.snr import IdentityError, SnrConfig
@@ -23,12 +20,9 @@ CONFIG = SnrConfig(window_tokens=3000, min_tokens=200)
 
 
 @pytest.fixture
-def one_rank() -> Iterator[Any]:
+def one_rank(world_of_one: None) -> Any:
     """Groups of a world of one rank."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    place = SimpleNamespace(tp=0, cp=0)
-    yield SimpleNamespace(rank=0, world_size=1, dp_size=1, pp_rank=0, place=place)
-    dist.destroy_process_group()
+    return SimpleNamespace(rank=0, world_size=1, dp_size=1, pp_rank=0, place=SimpleNamespace(tp=0, cp=0))
 
 
 def packed(num_trained: int, engine_logp: np.ndarray) -> PackedBatch:

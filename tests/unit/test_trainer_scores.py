@@ -1,6 +1,6 @@
 """Streams of other policies on a step's batches, and KL taken off its advantages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_rl_kernels import LogprobOut
-from torch._C._distributed_c10d import HashStore
 
 from megatron_rl.config import RunError
 from megatron_rl.data.packing import pack_samples
@@ -23,11 +22,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def one_rank() -> Iterator[Any]:
+def one_rank(world_of_one: None) -> Any:
     """Groups of a world of one rank."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield SimpleNamespace(dp_size=1, dp_group=dist.group.WORLD)
-    dist.destroy_process_group()
+    return SimpleNamespace(dp_size=1, dp_group=dist.group.WORLD)
 
 
 def sample(group: str, rollout: int, segment: int, *, length: int, engine_logp: float, advantage: float) -> Sample:
