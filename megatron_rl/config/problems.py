@@ -1,7 +1,8 @@
 """Turns a validation error into lines a person can act on: rule, value, cure."""
 
 import re
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -64,6 +65,8 @@ def _misfit(key: str, all_details: list[ErrorDetails], model: type[BaseModel]) -
     elif field is not None and not field.is_required():
         default = field.get_default(call_default_factory=True, validated_data={})
         cure = "leave it out for the default" if isinstance(default, BaseModel) else f"the default is {shown(default)}"
+        if value is False and NoneType in get_args(field.annotation) and default is not None:
+            cure = "null switches it off"
     else:
         cure = meaning or "change it"
     return f"{key or 'the file'} {rule}, got {shown(value)}; {cure}"

@@ -157,7 +157,8 @@ class LossConfig(ConfigModel):
     policy: PolicyConfig = BtvConfig()
     """Policy loss and its trust region."""
     g_max: float | None = Field(gt=0, default=2.0)
-    """Largest entry of a token's logit gradient, in units of |A|, whatever the policy loss; null: no bound."""
+    """Largest entry of a token's gradient on logits / rollout.temperature, in units of |A|, whatever the policy loss:
+    g_max / rollout.temperature on the model's own logits. null: no bound."""
     guard: GuardConfig = OffGuardConfig()
     """Guard on the ratio that the policy loss sees: policy / engine, with proximal policy / proximal. Only for policy
     losses that do not guard the ratio themselves: btv, dppo_kl, none."""

@@ -36,11 +36,11 @@ def objective_formula(config: LossConfig, *, has_reference: bool) -> str:
     lines = [_sum(config), *_policy(config.policy, "proximal" if config.proximal else "engine")]
     lines += _ratios(config)
     if config.g_max is None:
-        lines.append("  c = 1: no bound on a token's logit gradient")
+        lines.append("  c = 1: no bound on a token's gradient on the logits")
     else:
         lines.append(
-            f"  c = min(1, {config.g_max:g} / (weight (1 - p))): no entry of a token's logit gradient is above "
-            f"{config.g_max:g} |A|"
+            f"  c = min(1, {config.g_max:g} / (weight (1 - p))): no entry of a token's gradient on logits / temperature"
+            f" is above {config.g_max:g} |A|"
         )
     if config.tau:
         tokens = "all trained tokens" if config.regulariser_tokens == "all" else "the tokens that are pushed"

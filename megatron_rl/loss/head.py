@@ -54,12 +54,13 @@ def rl_loss(
     (sum over T of v (l_pg + tau (log r)^2 + kl_coef kl - coef H) + distill_coef * sum over F of v distill_kl)
     / denominator, each term where config asks for it, v the loss weight. T is trained_mask(loss_mask, engine_logp)
     without F. denominator comes from reduction_weights over all ranks and microbatches of the step, so that gradients
-    add up to the same sum however whole documents are split. kl_coef: None is config.kl.coef. noise: the last
-    calibration, for the guards shrink and derived.
+    add up to the same sum however whole documents are split. kl_coef: None is config.kl.coef; not read
+    with placement reward. noise: the last calibration, for the guards shrink and derived.
 
-    ValueError: shapes that disagree, a mask that is not bool, denominator not above 0, a stream or table that config
-    needs and that is None; inside T a log-prob that is NaN or above 0, an advantage, weight or entropy that is not
-    finite; inside F a distill_kl that is not finite.
+    ValueError: shapes that disagree, a mask that is not bool, denominator not above 0 or not finite, a stream or table
+    that config needs and that is None, a kl_coef without config.kl; inside T a log-prob that is NaN or above 0, an
+    advantage, weight or entropy that is not finite, a document that comes back after another one; inside F a distill_kl
+    that is not finite.
     """
     check_rl_streams(streams, config)
     check_denominator(denominator)

@@ -10,7 +10,7 @@ although tokens of one rollout depend on each other. They do not hold for rollou
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,8 @@ ENTROPY_TOLERANCE = 0.01
 """Nats that mean(-log p) may be off the mean entropy, beside its standard error and the variance of log r."""
 ONE_SIDED = 0.2
 """Share of the sum of |log r| above 0 below which a mean below 1 is mass that the sampler cannot reach."""
+LIKELY = 0.9
+"""Probability above which a token's alternatives may be absent by chance."""
 _LARGEST_EXPONENT = 700.0
 
 
@@ -46,6 +48,10 @@ class MeanOne:
     """Its standard error, from the sample's variance."""
     heaviest: float
     """What UNSEEN more values like the largest would add to it."""
+    unseen_below: float = 0.0
+    """What it may be too low by because likely tokens' alternatives, which have r above 1, did not come up."""
+    unseen_above: float = 0.0
+    """What it may be too high by because those that have r below 1 did not."""
 
     @property
     def z(self) -> float:
@@ -57,7 +63,7 @@ class MeanOne:
     def side(self) -> int:
         """-1: below what 1 allows. 1: above. 0: as good as 1."""
         gap, error = self.mean - 1, max(MAX_Z * self.error, TOLERANCE)
-        return int(gap > error) - int(-gap > error + self.heaviest)
+        return int(gap > error + self.unseen_above) - int(-gap > error + max(self.heaviest, self.unseen_below))
 
 
 def mean_one(log_ratio: np.ndarray) -> MeanOne:
@@ -83,7 +89,9 @@ def identity_check(
     Heavy tails: where the variance of r is infinite, or lies in tokens too rare to be seen, the standard error is too
     small and the mean too low. So below 1 the mean may miss, beside its 4 standard errors, what 10 more tokens like the
     heaviest seen would add: log-normal ratios of 400 tokens with sigma 2 then pass, 3 in a hundred did not. A tail of
-    which nothing at all was seen cannot be told from a mean below 1.
+    which nothing at all was seen cannot be told from a mean below 1. On either side the mean may miss what up to 10
+    tokens, that likely ones came up instead of, would have weighed: the mean of a policy that is sure everywhere is off
+    1 with hardly any standard error.
 
     | diagnosis | seen |
     |---|---|
@@ -169,7 +177,11 @@ def _missing_finding(missing: np.ndarray, engine: np.ndarray) -> _Finding:
 
 def _ratio_finding(ratios: Ratios, surprise: np.ndarray | None, same_weights: bool) -> _Finding | None:
     log_ratio = ratios.log_ratio
-    mean = mean_one(log_ratio)
+    mean = replace(
+        mean_one(log_ratio),
+        unseen_below=_unseen(ratios.policy_logp),
+        unseen_above=_unseen(ratios.engine_logp),
+    )
     # Honest noise follows log p as well: without the entropy that may only name what the mean has shown to be wrong.
     has_pattern = same_weights and (surprise is not None or mean.side != 0)
     scale = relative_temperature(ratios, surprise) if has_pattern else None
@@ -202,6 +214,16 @@ def _ratio_finding(ratios: Ratios, surprise: np.ndarray | None, same_weights: bo
             "noise with a bias",
         )
     return None
+
+
+def _unseen(logp: np.ndarray) -> float:
+    """Share of tokens that were likely to be another one, at most UNSEEN of them: what they would have weighed is open.
+
+    Only tokens of p above LIKELY count. Of sure tokens' alternatives a small calibration may hold none at all; the mean
+    of those that came up is then off 1 with hardly any standard error, by what the two sides differ in 1 - p.
+    """
+    rest = -np.expm1(np.minimum(logp[logp > math.log(LIKELY)], 0.0))
+    return min(float(rest.sum()), UNSEEN) / len(logp)
 
 
 def _sampled_as_policy(surprise: np.ndarray, log_ratio: np.ndarray) -> bool:

@@ -29,13 +29,15 @@ class PolicyStats:
     weight: Tensor
     """w: the gradient on log p is -c A w."""
     guarded: Tensor
-    """bool: a guard changed the weight."""
+    """bool: a guard changed the weight that the policy loss gave."""
 
 
 def gradient_scale(policy_logp: Tensor, engine_logp: Tensor, *, g_max: float | None = 2.0) -> Tensor:
     """c = min(1, g_max / G), G = r (1 - p_theta): holds a token's logit gradient at |A| g_max. [T], no gradient
 
-    1 where G <= g_max, which on-policy is everywhere for g_max >= 1; 1 everywhere if g_max is None.
+    1 - p_theta is taken one epsilon of the precision larger, at most 1, so the bound also holds for what autograd
+    forms from a rounded p. c is 1 where that G is at most g_max, which on-policy is everywhere for g_max >= 1; 1
+    everywhere if g_max is None.
     ValueError: shapes that disagree, g_max not above 0.
     """
     check_streams(policy_logp=policy_logp, engine_logp=engine_logp)
@@ -57,7 +59,8 @@ def policy_loss(
     For any logits, log-probs and A: the largest entry of |d l_pg / d logits| is |A| min(w (1 - p), g_max).
     With config.proximal the policy loss sees policy / proximal, and w has the guarded proximal / engine as a factor.
     sequence_ids int [T], negative where a token does not count, for gspo; noise for the guards shrink and derived.
-    A token whose engine log-prob is NaN or infinite gives 0 and no gradient, with kept False and c = 1.
+    A token whose engine log-prob is NaN or infinite gives 0 and no gradient, with kept False and c = 1; it counts
+    to no sequence.
     ValueError: shapes that disagree, a stream or table that the config needs and that is None.
     """
     check_streams(policy_logp=policy_logp, engine_logp=engine_logp, advantages=advantages)
@@ -67,9 +70,12 @@ def policy_loss(
     sampler = engine_logp
     if config.proximal is not None:
         sampler = torch.where(known, _needed_proximal(proximal_logp, policy_logp), 0.0).detach()
+    if sequence_ids is not None:
+        sequence_ids = torch.where(known, sequence_ids, -1)
     token = POLICY_LOSSES[config.policy.kind](
         logp, sampler, advantages, options=config.policy, sequence_ids=sequence_ids
     )
+    is_open = token.weight > 0
     token, guarded = _behind_guard(token, logp - sampler, logp, config.guard, noise)
     if config.proximal is not None:
         log_engine_ratio = (sampler - engine_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -82,7 +88,7 @@ def policy_loss(
     value = torch.where(known, scale * token.value, 0.0).detach()
     # The difference is 0 in value and gives the gradient -c A w; a where keeps A = inf * w = 0 from being NaN.
     push = torch.where(weight > 0, -scale * advantages * weight, 0.0).detach()
-    stats = PolicyStats(kept=weight > 0, gradient_scale=scale, weight=weight, guarded=known & guarded)
+    stats = PolicyStats(kept=weight > 0, gradient_scale=scale, weight=weight, guarded=known & is_open & guarded)
     return value + push * (policy_logp - logp), stats
 
 
@@ -117,8 +123,8 @@ def _scale(weight: Tensor, policy_logp: Tensor, g_max: float | None) -> Tensor:
         return torch.ones_like(weight)
     if not g_max > 0:
         raise ValueError(f"g_max must be above 0, got {g_max}; 2 is the Kolibri setting, None switches the bound off")
-    # expm1 keeps 1 - p where p is close to 1; a log-prob rounded to above 0 counts as 0. One that rounds to 0 may hide
-    # a 1 - p of the precision's epsilon, which a large enough ratio would lift above the bound.
+    # expm1 keeps 1 - p where p is close to 1; a log-prob rounded to above 0 counts as 0. Autograd's 1 - p comes from a
+    # p that is rounded by up to an epsilon, which a large enough ratio would lift above the bound.
     epsilon = torch.finfo(policy_logp.dtype).eps
-    not_taken = torch.expm1(policy_logp.detach().clamp(max=0.0)).abs().clamp(min=epsilon)
+    not_taken = (torch.expm1(policy_logp.detach().clamp(max=0.0)).abs() + epsilon).clamp(max=1.0)
     return (g_max / (weight * not_taken)).clamp(max=1.0)

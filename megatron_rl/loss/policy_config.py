@@ -12,9 +12,9 @@ class BtvConfig(ConfigModel):
 
     kind: Literal["btv"] = "btv"
     """-k A r with a mask k on the change of probability."""
-    eps_low: float = Field(ge=0, default=0.2)
+    eps_low: float = Field(ge=0, le=1, default=0.2)
     """A token with A <= 0 is masked once its probability fell by more than this since it was sampled."""
-    eps_high: float = Field(ge=0, default=0.2)
+    eps_high: float = Field(ge=0, le=1, default=0.2)
     """A token with A > 0 is masked once its probability rose by more than this since it was sampled."""
     sided: Literal["sign", "symmetric"] = "sign"
     """sign: the advantage's sign chooses the bound. symmetric: every token must stay inside both."""

@@ -46,14 +46,16 @@ def reduction_weights(
     | fixed_length | 1 | rollouts with tokens * fixed_length | the same, whatever the step's lengths (Dr. GRPO 2025) |
 
     The denominator of a step without tokens is 1. ValueError: a negative count, an unknown kind, a fixed_length that
-    is missing, not above 0 or without effect.
+    is missing, not above 0, not finite or without effect.
     """
     if any(count < 0 for count in tokens_of_rollout):
         raise ValueError(f"a rollout has at least 0 trained tokens, got {min(tokens_of_rollout)}; count its part of T")
-    if (fixed_length is not None) != (kind == "fixed_length") or (fixed_length is not None and fixed_length <= 0):
+    if (fixed_length is not None) != (kind == "fixed_length") or (
+        fixed_length is not None and not 0 < fixed_length < math.inf
+    ):
         raise ValueError(
-            f"fixed_length must be above 0 for the reduction fixed_length and None for others, got {fixed_length} for "
-            f"{kind}; rollout.max_new_tokens is a common length"
+            f"fixed_length must be above 0 and finite for the reduction fixed_length and None for others, got "
+            f"{fixed_length} for {kind}; rollout.max_new_tokens is a common length"
         )
     rollouts = max(1, sum(count > 0 for count in tokens_of_rollout))
     ones = [1.0] * len(tokens_of_rollout)
@@ -102,11 +104,11 @@ def check_streams(**streams: Tensor) -> None:
 
 
 def check_denominator(denominator: float) -> None:
-    """ValueError unless above 0."""
-    if not denominator > 0:
+    """ValueError unless above 0 and finite."""
+    if not 0 < denominator < math.inf:
         raise ValueError(
-            f"denominator must be above 0, got {denominator}; it is the number of trained tokens of the whole step, "
-            "over all ranks and microbatches"
+            f"denominator must be above 0 and finite, got {denominator}; it is the number of trained tokens of the "
+            "whole step, over all ranks and microbatches"
         )
 
 
@@ -121,7 +123,9 @@ def raise_broken(name: str, stream: Tensor, broken: Tensor) -> NoReturn:
     rule, cure = "finite", "look for NaN weights"
     if name == "advantages":
         cure = "look at the rewards"
+    if name == "sequence_ids":
+        rule, cure = "those of documents in one piece", "number the documents of a batch as they lie"
     if name.endswith("_logp"):
         rule, cure = ("finite and at most 0", "look for NaN weights, or logits or probabilities in place of log-probs")
-    value = float(stream.detach()[position])
+    value = stream.detach()[position].item()
     raise BrokenValuesError(f"{name} of trained tokens must be {rule}, got {value} at position {position}; {cure}")

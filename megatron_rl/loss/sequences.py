@@ -68,6 +68,19 @@ def after_observation(loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
     return loss_mask & ~before & (positions != first[slots]) & (sequence_ids >= 0)
 
 
+def returning(sequence_ids: Tensor) -> Tensor:
+    """Where a document's number comes back after another's, which every sum here takes for a new document. bool [T]"""
+    check_sequence_ids(sequence_ids)
+    runs = _runs(sequence_ids)
+    starts = (sequence_ids >= 0) & (runs.diff(prepend=runs.new_zeros(1)) > 0)
+    # Other tokens get a number of their own below 0, so that only starts can be alike.
+    own = -1 - torch.arange(len(runs), device=runs.device)
+    numbers, order = torch.where(starts, sequence_ids.long(), own).sort(stable=True)
+    again = torch.zeros_like(starts)
+    again[order[1:]] = numbers[1:] == numbers[:-1]
+    return again
+
+
 def _slots(sequence_ids: Tensor) -> Tensor:
     """Index of the token's document in a table of T + 1, whatever the numbers are; 0 for tokens that count to none."""
     return torch.where(sequence_ids >= 0, _runs(sequence_ids), 0)

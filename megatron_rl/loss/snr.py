@@ -75,7 +75,8 @@ class BinSnr:
     snr_error: float
     """Standard error of var_live / var_cal from the fourth moments, tokens taken as independent: a little small."""
     shrink: float
-    """lambda = snr / (1 + snr); 1, nothing to shrink by, without a live window or noise estimate."""
+    """lambda = snr / (1 + snr); like snr too large where nothing moves, so noise is shrunk too little rather than
+    movement too much. 1, nothing to shrink by, without a live window or noise estimate."""
 
 
 def snr_table(
@@ -135,7 +136,8 @@ def measure(
         cal_bins, live_bins, quantile=config.quantile, ess_floor=config.ess_floor, min_tokens=config.min_tokens
     )
     rows = _rows(cal_bins, live_bins, bounds)
-    total = pooled_snr(rows)
+    total, error = pooled_snr(rows)
+    verdict = "noise only" if total is None else verdict_of(total, error)
     summary = None if moving is None else _summary(moving)
     of_noise = _summary(noise)
     return SnrRecord(
@@ -145,9 +147,10 @@ def measure(
         calibration=of_noise,
         live=summary,
         rows=rows,
-        verdict="noise only" if total is None else verdict_of(total),
+        verdict=verdict,
         snr=total,
-        advice=advice(identity, rows, total, summary or of_noise),
+        snr_error=None if total is None else error,
+        advice=advice(identity, rows, verdict, summary or of_noise),
         notes=_notes(rows, config, has_live=moving is not None, tokens=of_noise.tokens),
         quantile=config.quantile,
         ess_floor=config.ess_floor,
@@ -232,7 +235,7 @@ def _rows(cal: Sequence[np.ndarray], live: Sequence[np.ndarray] | None, bounds: 
                 upper=bound.upper,
                 pool=None if bound.pool is None else list(bound.pool),
                 outside=finite(float(outside)),
-                verdict="" if giver is None or math.isnan(giver.snr) else verdict_of(giver.snr),
+                verdict="" if giver is None or math.isnan(giver.snr) else verdict_of(giver.snr, giver.snr_error),
             )
         )
     return rows

@@ -29,21 +29,32 @@ _ADVICE = {
 }
 
 
-def verdict_of(snr: float) -> str:
-    """signal-dominated, mixed or noise-dominated."""
-    if snr >= SIGNAL_SNR:
+def verdict_of(snr: float, error: float | None) -> str:
+    """signal-dominated, mixed or noise-dominated. error: standard error of snr; None or NaN is no error.
+
+    Signal-dominated, which lets weights be trusted, needs snr two standard errors above its threshold: heavy-tailed
+    noise of which a small calibration saw too little reads as movement.
+    """
+    doubt = 2 * error if error is not None and math.isfinite(error) else 0.0
+    if snr - doubt >= SIGNAL_SNR:
         return "signal-dominated"
     return "noise-dominated" if snr <= NOISE_SNR else "mixed"
 
 
-def pooled_snr(rows: Sequence[BinRow]) -> float | None:
-    """Signal over noise within bins, both weighted by live tokens; None where no bin measured both, or no noise."""
-    measured = [(row.tokens_live, row.var_signal, row.var_cal) for row in rows if row.pool is None]
-    if not measured:
-        measured = [(row.tokens_live, row.var_signal, row.var_cal) for row in rows]
-    known = [(n, signal, noise) for n, signal, noise in measured if signal is not None and noise is not None]
-    signal, noise = sum(n * signal for n, signal, _ in known), sum(n * noise for n, _, noise in known)
-    return signal / noise if noise > 0 else None
+def pooled_snr(rows: Sequence[BinRow]) -> tuple[float | None, float]:
+    """(signal over noise within bins, both weighted by live tokens; its standard error).
+
+    None where no bin measured both, or no noise.
+    """
+    known = [row for row in rows if row.pool is None] or rows
+    known = [row for row in known if row.var_live is not None and row.var_cal is not None]
+    noises = [row.tokens_live * (row.var_cal or 0.0) for row in known]
+    if not sum(noises) > 0:
+        return None, 0.0
+    # Cut off at 0 once, not bin by bin: cuts would add up to movement where there is none.
+    signal = max(sum(row.tokens_live * (row.var_live or 0.0) for row in known) - sum(noises), 0.0)
+    errors = [noise * (row.snr_error or 0.0) for row, noise in zip(known, noises, strict=True)]
+    return signal / sum(noises), math.hypot(*errors) / sum(noises)
 
 
 def uncovered(rows: Sequence[BinRow]) -> list[BinRow]:
@@ -57,7 +68,7 @@ def _allowed(row: BinRow) -> float:
     return min(math.inf if lower is None else -lower, math.inf if upper is None else upper)
 
 
-def advice(identity: Identity, rows: Sequence[BinRow], snr: float | None, summary: RatioSummary) -> list[str]:
+def advice(identity: Identity, rows: Sequence[BinRow], verdict: str, summary: RatioSummary) -> list[str]:
     """What to do, most urgent first; summary is of the pass that rejection would act on."""
     lines = []
     if not identity.ok:
@@ -68,8 +79,8 @@ def advice(identity: Identity, rows: Sequence[BinRow], snr: float | None, summar
             f"lower the staleness or factor the ratio (loss.proximal): for p in {bins} the movement needs wider bounds "
             "than the effective sample size allows"
         )
-    if snr is not None:
-        lines.append(_ADVICE[verdict_of(snr)])
+    if verdict in _ADVICE:
+        lines.append(_ADVICE[verdict])
     if summary.outside and summary.outside_on_forks is not None:
         lines.append(
             f"do not reject: r leaves [0.5, 2] for {summary.outside:.2%} of the tokens, and "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.loss.config import LossConfig
 from megatron_rl.loss.reduce import broken_logps, check_streams, fill_outside, trained_mask
-from megatron_rl.loss.sequences import check_sequence_ids
+from megatron_rl.loss.sequences import check_sequence_ids, returning
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,6 @@ def broken_values(safe: RlStreams) -> dict[str, tuple[Tensor, Tensor]]:
     ):
         if (stream := getattr(safe, name)) is not None:
             broken[name] = (stream.detach(), mask & ~stream.detach().isfinite())
+    if safe.sequence_ids is not None:
+        broken["sequence_ids"] = (safe.sequence_ids, returning(safe.sequence_ids))
     return broken

@@ -18,6 +18,14 @@ NOISE_SLOPE = 1.5
 and its MAX_Z standard errors, where that is more."""
 PATTERN_R2 = 0.05
 """Share of log r's variance that a line in log p explains at least, for calibrations without entropy."""
+SURE = 0.1
+"""Nats of entropy below which the next token counts as sure."""
+SAME_SIDE = 0.75
+"""Share of the sure tokens' log r on the side that the temperature puts them, at least: it puts all, noise one half."""
+_LEAST_SURE = 30
+"""Sure tokens below which their sides say nothing."""
+_ROUNDING = 1e-6
+"""Of a float32 log-prob near 0: a log r within it is on no side."""
 _CUT = (0.005, 0.995)
 """Quantiles that both variables of a line are cut at: noise has heavy tails."""
 _SAME_ENTROPY = 1e-4
@@ -30,7 +38,7 @@ def relative_temperature(ratios: Ratios, surprise: np.ndarray | None = None) -> 
     surprise: -log p minus the exact entropy of the policy [N]. With q = p at temperature t, log r is
     (1/t - 1)(-log p - H) with H a Renyi entropy of p, nearly Shannon's: a straight line in the surprise. In log p it
     would be none, since the entropy differs between contexts; and honest noise does follow log p, as sure tokens have
-    log r = 0 and undecided ones a mean below 0. Three things tell a temperature from noise:
+    log r = 0 and undecided ones a mean below 0. Four things tell a temperature from noise:
 
     - The slope is 4 standard errors off 0. These come from the sum of (x y)^2 over contexts, so tokens without leverage
       (sure ones: a surprise of 0) count for nothing, and repeats of one context, whose noise is the same, count once.
@@ -40,6 +48,8 @@ def relative_temperature(ratios: Ratios, surprise: np.ndarray | None = None) -> 
       that. A temperature's covariance is var(log r) / (1/t - 1). So noise looks like an engine that is flatter than the
       policy (t above 1), but the slope of surprise in log r stays near -1 or smaller; that of a temperature is
       -1 / (1 - 1/t), beyond NOISE_SLOPE up to t = 3.
+    - Where only sure tokens are left, both are functions of 1 - p and noise is as straight as a temperature. But that
+      puts the log r of all sure tokens on one side of 0, noise that of half of them.
 
     Without the entropy this is the line in log p, which noise can imitate: only for naming what is known to be wrong.
     """
@@ -51,9 +61,17 @@ def relative_temperature(ratios: Ratios, surprise: np.ndarray | None = None) -> 
     if line.z <= MAX_Z:
         return None
     noise_like = max(0.0, -line.slope) * max(NOISE_SLOPE, 1 + MAX_Z / line.z)
-    if abs(line.slope) > PATTERN_SLOPE and line.r_squared > max(SURPRISE_R2, noise_like):
-        return _within_reason(1 / max(1 + line.slope, 0.01))
-    return None
+    if abs(line.slope) <= PATTERN_SLOPE or line.r_squared <= max(SURPRISE_R2, noise_like):
+        return None
+    return _within_reason(1 / max(1 + line.slope, 0.01)) if _sure_agree(ratios, surprise, line.slope) else None
+
+
+def _sure_agree(ratios: Ratios, surprise: np.ndarray, slope: float) -> bool:
+    """Whether sure tokens have log r on the line's side, or are too few to ask. Their surprise is below 0."""
+    sure = (-ratios.policy_logp - surprise < SURE) & (surprise < 0) & (np.abs(ratios.log_ratio) > _ROUNDING)
+    if sure.sum() < _LEAST_SURE:
+        return True
+    return float((ratios.log_ratio[sure] * slope < 0).mean()) >= SAME_SIDE
 
 
 def _from_log_p(ratios: Ratios) -> float | None:

@@ -1,5 +1,6 @@
 """The terms of the objective beside the policy loss, per token; each goes to 0 with its coefficient."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,13 +35,16 @@ def regulariser_term(safe: RlStreams, kept: Tensor, config: LossConfig) -> Term:
 def kl_term(safe: RlStreams, config: LossConfig, coef: float | None) -> Term | None:
     """coef times the KL estimate, None if the loss has no such term. coef None: config.kl.coef.
 
-    ValueError: a coef that is negative or NaN.
+    With placement reward the coefficient is in the advantages and coef is not read. ValueError: a coef that is negative
+    or not finite, or that no KL term reads.
     """
+    if config.kl is None and coef is not None:
+        raise ValueError(f"kl_coef has no effect without loss.kl, got {coef}; set loss.kl, or pass None")
     if config.kl is None or config.kl.placement != "loss":
         return None
     coef = config.kl.coef if coef is None else coef
-    if not coef >= 0:
-        raise ValueError(f"kl_coef must not be negative, got {coef}; loss.kl.coef is where it starts")
+    if not 0 <= coef < math.inf:
+        raise ValueError(f"kl_coef must be finite and not negative, got {coef}; loss.kl.coef is where it starts")
     assert safe.reference_logp is not None, "checked with the streams"
     if config.kl.sequence_exact:
         assert safe.sequence_ids is not None, "checked with the streams"
@@ -62,9 +66,12 @@ def entropy_term(safe: RlStreams, given: RlStreams, config: LossConfig) -> Term 
 
 
 def distill_term(safe: RlStreams, coef: float) -> Term | None:
-    """coef times the KL to the teacher over F, None without distilled tokens. ValueError: a negative or NaN coef."""
+    """coef times the KL to the teacher over F, None without distilled tokens.
+
+    ValueError: a coef that is negative or not finite.
+    """
     if safe.distill_kl is None:
         return None
-    if not coef >= 0:
-        raise ValueError(f"distill_coef must not be negative, got {coef}; 1 is the usual weight")
+    if not 0 <= coef < math.inf:
+        raise ValueError(f"distill_coef must be finite and not negative, got {coef}; 1 is the usual weight")
     return Term(coef * safe.distill_kl, safe.distilled)

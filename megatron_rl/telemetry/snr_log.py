@@ -72,7 +72,7 @@ class BinRow(msgspec.Struct, frozen=True, kw_only=True):
     var_live: float | None
     """Variance of log r in the live window."""
     var_signal: float | None
-    """max(var_live - var_cal, 0)."""
+    """max(var_live - var_cal, 0): cut off, so above 0 on average where nothing moves."""
     snr: float | None
     """var_signal / var_cal; null without a live window."""
     snr_error: float | None
@@ -113,7 +113,9 @@ class SnrRecord(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     """signal-dominated, mixed, noise-dominated, or noise only without a live window."""
     snr: float | None
-    """Of all bins, weighted by their live tokens."""
+    """Of all bins, weighted by their live tokens; cut off at 0 for all together."""
+    snr_error: float | None = None
+    """Standard error of snr, tokens taken as independent."""
     advice: list[str]
     """What the measurement asks for, most urgent first."""
     notes: list[str]

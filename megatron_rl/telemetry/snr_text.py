@@ -41,7 +41,7 @@ def bin_name(row: BinRow) -> str:
 
 def bin_cells(row: BinRow, rows: Sequence[BinRow]) -> tuple[str, ...]:
     """The row's cells in the order of BIN_COLUMNS."""
-    snr = number(row.snr, 3) if row.snr_error is None else f"{number(row.snr, 3)} ± {number(row.snr_error, 2)}"
+    snr = _with_error(row.snr, row.snr_error)
     verdict = row.verdict or _NONE
     if row.pool is not None:
         verdict = f"{verdict}, of {_span_name(row.pool, rows)} together" if row.pool else "too few tokens"
@@ -85,7 +85,11 @@ def headline(record: SnrRecord) -> str:
     """Verdict over all bins."""
     if record.snr is None:
         return f"{record.verdict}: no live window to compare with yet"
-    return f"{record.verdict}: SNR {number(record.snr, 3)} over all bins"
+    return f"{record.verdict}: SNR {_with_error(record.snr, record.snr_error)} over all bins"
+
+
+def _with_error(snr: float | None, error: float | None) -> str:
+    return number(snr, 3) if error is None else f"{number(snr, 3)} ± {number(error, 2)}"
 
 
 def identity_line(record: SnrRecord) -> str:

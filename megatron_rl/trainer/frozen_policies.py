@@ -60,7 +60,6 @@ class FrozenPolicies:
     ) -> None:
         self._base, self._loss, self._config = base, loss, reference
         self._temperature, self._device, self._groups = temperature, platform.device, groups
-        self._pass_rate: float | None = None
         self._policies: dict[str, FrozenPolicy] = {}
         self._proximal = ProximalPolicy(base.model, groups) if loss.proximal is not None else None
         if self._proximal is not None:
@@ -94,17 +93,16 @@ class FrozenPolicies:
             self._proximal.renew()
 
     def after_evaluation(self, metrics: Mapping[str, Value]) -> None:
-        """Takes in the policy's mean pass rate over the held-out splits."""
+        """Takes in the policy's mean pass rate over the held-out splits; also that of before the first step."""
         rates = [value.result() for name, value in metrics.items() if name.startswith("eval/pass_rate/")]
-        self._pass_rate = sum(rates) / len(rates) if rates else None
+        if rates and self._config is not None:
+            self._rule.observe(sum(rates) / len(rates))
 
     def after_step(self, step: int) -> None:
         """Resets the reference if its time has come, before the step's checkpoint is saved."""
         if self._config is None:
             return
-        resets = self._rule.resets_after_step(step, pass_rate=self._pass_rate)
-        self._pass_rate = None
-        if resets:
+        if self._rule.resets_after_step(step):
             self._base.status(f"the policy of step {step} becomes the reference")
             self._reference.reset(step)
             if self._config.reset_optimizer:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from megatron_rl.config import ConfigError
 from megatron_rl.loss.config import LossConfig
 from megatron_rl.loss.kl import AdaptiveKL
 from megatron_rl.loss.snr import NoiseTable
@@ -14,19 +15,39 @@ from megatron_rl.telemetry.values import Last, Value
 class _State(msgspec.Struct):
     kl_coef: float | None
     noise: NoiseTable | None
+    kl_start: float | None = None
+    """loss.kl.coef that an adaptive kl_coef started from."""
+
+
+def check_resumed_objective(config: LossConfig, state: bytes) -> None:
+    """ConfigError if config starts an adaptive coefficient elsewhere than the run did; state: of its checkpoint."""
+    saved = msgspec.msgpack.decode(state, type=_State)
+    if config.kl is None or config.kl.target is None or saved.kl_start in (None, config.kl.coef):
+        return
+    raise ConfigError(
+        f"loss.kl.coef is where a coefficient with loss.kl.target starts and has no effect on a run that goes on, got "
+        f"{config.kl.coef:g} where it started from {saved.kl_start:g} and is {saved.kl_coef:g} now; set it back, or "
+        "loss.kl.target=null to fix it"
+    )
 
 
 class RunningObjective:
     """The KL coefficient, which may adapt, and the noise table of the last calibration."""
 
     def __init__(self, config: LossConfig, state: bytes | None) -> None:
-        """state: state() of the checkpoint the run goes on from. A coefficient that does not adapt is the config's."""
+        """state: state() of the checkpoint the run goes on from. A coefficient that does not adapt is the config's.
+
+        ConfigError: as check_resumed_objective.
+        """
+        if state:
+            check_resumed_objective(config, state)
         saved = msgspec.msgpack.decode(state, type=_State) if state else _State(None, None)
         self.noise = saved.noise
         """None before the first calibration."""
         self._kl = config.kl
         self._adaptive: AdaptiveKL | None = None
         if config.kl is not None and config.kl.target is not None:
+            self._kl_start = config.kl.coef
             self._adaptive = AdaptiveKL(config.kl.target, saved.kl_coef or config.kl.coef)
 
     @property
@@ -47,4 +68,5 @@ class RunningObjective:
 
     def state(self) -> bytes:
         """For the checkpoint."""
-        return msgspec.msgpack.encode(_State(self.kl_coef if self._adaptive is not None else None, self.noise))
+        coef, start = (self._adaptive.coef, self._kl_start) if self._adaptive is not None else (None, None)
+        return msgspec.msgpack.encode(_State(coef, self.noise, start))

@@ -50,14 +50,14 @@ class ResetRule:
         self._every, self._patience = config.reset_every_steps, config.reset_after_plateau
         self._plateau = _Plateau()
 
-    def resets_after_step(self, step: int, *, pass_rate: float | None = None) -> bool:
-        """Whether the policy after `step` optimizer steps becomes the reference; to be asked once for every step.
+    def observe(self, pass_rate: float) -> None:
+        """What the policy of now reached on held-out prompts. ValueError unless finite."""
+        self._plateau.observe(pass_rate)
 
-        pass_rate: what this policy reached on held-out prompts, if it was evaluated.
-        """
+    def resets_after_step(self, step: int) -> bool:
+        """Whether the policy after `step` optimizer steps becomes the reference; to be asked once for every step, after
+        its evaluation if there is one."""
         due = self._every is not None and step > 0 and step % self._every == 0
-        if pass_rate is not None:
-            self._plateau.observe(pass_rate)
         due |= self._patience is not None and self._plateau.waited >= self._patience
         if due:
             self._plateau.restart()

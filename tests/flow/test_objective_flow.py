@@ -54,7 +54,12 @@ OBJECTIVES: dict[str, list[str]] = {
     ],
     "gspo": ["loss.policy.kind=gspo", "loss.kl={kind: k1, target: 0.01}", "trainer.reference={}"],
     "tis": ["loss.policy.kind=tis", "loss.kl={kind: k1+}", "trainer.reference={}", "trainer.snr=null"],
-    "reject": ["loss.policy.kind=reject", "loss.kl={kind: k2+}", "trainer.reference={reset_after_plateau: 1}"],
+    "reject": [
+        "loss.policy.kind=reject",
+        "loss.kl={kind: k2+}",
+        "trainer.reference={reset_after_plateau: 1}",
+        "trainer.eval_every_steps=2",
+    ],
     "none": ["loss.policy.kind=none", "loss.guard.kind=derived", "trainer.snr.every_steps=2", "loss.entropy.coef=0.01"],
     "none-shrink": ["loss.policy.kind=none", "loss.g_max=null", "loss.guard.kind=shrink", "trainer.snr.every_steps=2"],
     "none-reject": ["loss.policy.kind=none", "loss.guard.kind=reject", "loss.regulariser_tokens=kept"],

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-rl = runpy.run_path(str(Path(__file__).parents[1] / "cli_input.py"))["rl"]
+from megatron_rl.loss.config import KlConfig, LossConfig
+from megatron_rl.trainer.objective import RunningObjective
+
+CLI = runpy.run_path(str(Path(__file__).parents[1] / "cli_input.py"))
+rl = CLI["rl"]
 
 OBJECTIVES = {
     "kl without reference": ("loss.kl.coef=0.1", "loss.kl needs a reference", "trainer.reference={}"),
@@ -21,6 +25,13 @@ OBJECTIVES = {
         "loss.proximal.guard.kind shrink reads",
         "trainer.snr={}",
     ),
+    "shrunk by what is measured too late": (
+        "loss.guard.kind=shrink trainer.snr.every_steps=100",
+        "loss.guard.kind shrink has no effect with trainer.snr.every_steps=100",
+        "100 steps",
+    ),
+    "calibrations switched off as a flag": ("trainer.snr=false", "trainer.snr must be", "null switches it off"),
+    "change of probability above 1": ("loss.policy.eps_high=1.28", "loss.policy.eps_high", "less than or equal to 1"),
     "movement guarded by its noise": (
         "weight_sync.every_steps=2 loss.proximal={} loss.guard.kind=derived",
         "loss.guard.kind derived cannot be used with loss.proximal",
@@ -43,6 +54,16 @@ OBJECTIVES = {
     ),
     "regulariser of weight 0": ("loss.tau=0 loss.regulariser_tokens=kept", "regulariser_tokens has no effect", "tau 0"),
     "offload without a device": ("trainer.reference.offload=true", "offload has no effect on platform cpu", "remove"),
+    "reset after the last step": (
+        "trainer.reference.reset_every_steps=100",
+        "trainer.reference.reset_every_steps has no effect in a run of 100 steps, got 100",
+        "lower it",
+    ),
+    "plateau longer than the run": (
+        "trainer.reference.reset_after_plateau=5",
+        "trainer.reference.reset_after_plateau has no effect where only 4 evaluations",
+        "got 5",
+    ),
     "reference that is not there": ("trainer.reference.path=nowhere", "trainer.reference.path", "nowhere"),
     "guard on a guarded ratio": ("loss.policy.kind=tis loss.guard.kind=clamp", "loss", "guard has no effect"),
     "reward with an estimator": ("loss.kl.placement=reward loss.kl.kind=k3+", "loss.kl", "kind must be k1"),
@@ -53,6 +74,18 @@ OBJECTIVES = {
     "bound of 0": ("loss.g_max=0", "loss.g_max", "greater than 0"),
     "pass@k of fewer attempts": ("orchestrator.evaluation.pass_at=[1,4]", "pass_at", "attempts_per_prompt"),
 }
+
+
+def test_a_start_of_the_coefficient_that_a_resumed_run_would_not_read_is_refused(
+    tiny: Path, tmp_path: Path, error_of: Callable[..., str]
+) -> None:
+    extra = CLI["write_checkpoint"](tmp_path / "run", tiny / "model", step=5) / "extra"
+    extra.mkdir()
+    began = LossConfig(kl=KlConfig(coef=0.5, target=0.1))
+    (extra / "objective").write_bytes(RunningObjective(began, None).state())
+    overrides = ["trainer.reference={}", "loss.kl={coef: 0.25, target: 0.1}"]
+    for flags in ([], ["--dry-run"]):
+        assert "loss.kl.coef is where" in error_of("rl", rl(tiny, tmp_path), *flags, *overrides)
 
 
 @pytest.mark.parametrize("case", OBJECTIVES)

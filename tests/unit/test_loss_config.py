@@ -116,7 +116,7 @@ def test_the_formula_of_the_default_objective() -> None:
     assert formula().splitlines() == [
         "loss = sum over trained tokens of (c l_pg + 0.001 (log p/p_engine)^2) / trained tokens of the step",
         "  l_pg (btv) = -k A r, r = p/p_engine; k = 0 once p - p_engine > 0.2 (A > 0) or < -0.2 (A <= 0)",
-        "  c = min(1, 2 / (weight (1 - p))): no entry of a token's logit gradient is above 2 |A|",
+        "  c = min(1, 2 / (weight (1 - p))): no entry of a token's gradient on logits / temperature is above 2 |A|",
         "  (log p/p_engine)^2 over all trained tokens; its push is not bounded",
     ]
 
@@ -137,7 +137,7 @@ def test_the_formula_names_every_term_and_the_gradient_it_has() -> None:
         "  l_pg (ppo_clip) = -A r, r = p/p_proximal; no push once r > 1.28 (A > 0), r < 0.8 (A <= 0) or r > 3 (A <= 0)",
         "  l_pg is multiplied by the constant p_proximal/p_engine",
         "  p_proximal/p_engine is clamped to its bin's derived bounds, from the last calibration (guard derived)",
-        "  c = 1: no bound on a token's logit gradient",
+        "  c = 1: no bound on a token's gradient on the logits",
         "  KL (k3) descends KL(reference || policy), token by token, prefixes held",
         "  beta starts at 0.001, steered to a KL of 0.05 per token",
         "  H: entropy over the whole vocabulary at the first token after an observation, pulls towards the uniform "

@@ -248,9 +248,9 @@ def test_a_log_prob_rounded_to_just_above_zero_is_taken() -> None:
 def test_bad_arguments_are_refused() -> None:
     one, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     for denominator in (0, -1, NAN):
-        with pytest.raises(ValueError, match=f"denominator must be above 0, got {denominator}"):
+        with pytest.raises(ValueError, match=f"denominator must be above 0 and finite, got {denominator}"):
             rl([-1.0], [-1.0], [1.0], denominator=denominator)
-        with pytest.raises(ValueError, match=f"denominator must be above 0, got {denominator}"):
+        with pytest.raises(ValueError, match=f"denominator must be above 0 and finite, got {denominator}"):
             sft_loss(one, mask, denominator=denominator)
     with pytest.raises(ValueError, match=r"loss_mask must be bool, got torch\.int64"):
         rl_loss(RlStreams(one, one, one, mask.long()), config=CONFIG, denominator=1)

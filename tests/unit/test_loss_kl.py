@@ -158,6 +158,17 @@ def test_the_sequence_loss_has_the_exact_gradient_of_the_kl_of_sequences(length:
     assert (local[0] - exact[0]).norm() > 0.05 * exact[0].norm(), "a per-token loss leaves the future out"
 
 
+def test_a_token_answers_for_the_later_kl_as_k3_whatever_the_kind() -> None:
+    """k1 there has the same mean and far more spread."""
+    logp, ref = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, -2.0]], dtype=torch.float64)
+    k1, k3 = logp - ref, torch.expm1(ref - logp) + logp - ref
+    for kind in ("k2", "k1+", "k3+"):
+        leaf = logp.clone().requires_grad_()
+        loss = sequence_kl_loss(leaf, ref, torch.zeros(3, dtype=torch.long), kind=kind)
+        want = torch.stack([k1[0] + k3[1] + k3[2], k1[1] + k3[2], k1[2]])
+        torch.testing.assert_close(torch.autograd.grad(loss.sum(), leaf)[0], want)
+
+
 def test_the_value_of_the_sequence_loss_is_the_estimator_s() -> None:
     logp, ref = fifty_outcomes(1.0)
     ids = torch.arange(50) // 7

@@ -1,5 +1,7 @@
 """Reductions: by what tokens are weighed and a step is divided."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,7 @@ def test_bad_arguments_are_refused_with_their_value() -> None:
         reduction_weights([3, -2], kind="token_mean")
     with pytest.raises(ValueError, match="reduction must be token_mean, sequence_mean or fixed_length, got 'mean'"):
         reduction_weights([3], kind="mean")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    for kind, length in (("fixed_length", None), ("fixed_length", 0), ("token_mean", 5)):
-        with pytest.raises(ValueError, match=f"fixed_length must be above 0 .*, got {length} for {kind}"):
+    bad = [("fixed_length", length) for length in (None, 0, math.nan, math.inf)]
+    for kind, length in (*bad, ("token_mean", 5)):
+        with pytest.raises(ValueError, match=f"fixed_length must be above 0 and finite .*, got {length} for {kind}"):
             reduction_weights([3], kind=kind, fixed_length=length)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.loss.regularise import bonus_tokens, entropy_bonus
-from megatron_rl.loss.sequences import after_observation, later_sum, sequence_mean
+from megatron_rl.loss.sequences import after_observation, later_sum, returning, sequence_mean
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
@@ -95,6 +95,12 @@ def test_sums_and_means_over_documents_agree_with_a_walk(documents: list[list[tu
     stream, numbers = torch.tensor(values, dtype=torch.float64), torch.tensor(ids, dtype=torch.int32)
     assert sequence_mean(stream, numbers).tolist() == pytest.approx(means, abs=1e-12)
     assert later_sum(stream, numbers).tolist() == pytest.approx(laters, abs=1e-12)
+
+
+def test_a_number_that_comes_back_after_another_is_found_and_one_behind_uncounted_tokens_is_not() -> None:
+    ids = torch.tensor([5, 5, -1, 5, 2, -1, -1, 5, 2, 2, 0])
+    assert returning(ids).nonzero().flatten().tolist() == [7, 8]
+    assert not returning(torch.tensor([-3, 7, 7])).any() and returning(ids[:0]).tolist() == []
 
 
 def test_a_later_sum_keeps_its_digits_behind_many_documents() -> None:

@@ -1,6 +1,7 @@
 """Signal and noise: a planted answer comes back, bounds equal those worked by hand, the verdict follows."""
 
 import math
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -129,6 +130,15 @@ def test_without_noise_or_movement_nothing_divides_by_zero() -> None:
 def test_movement_cannot_be_negative() -> None:
     rows = measure(in_bin(1, [0.2, -0.2] * 300), in_bin(1, [0.1, -0.1] * 300), step=1, weight_version=1).rows
     assert rows[1].snr == 0 and rows[1].var_signal == 0 and rows[1].verdict == "noise-dominated"
+
+
+def test_bins_whose_variances_differ_by_chance_do_not_add_up_to_movement() -> None:
+    """One bin reads half of its noise as movement, the other one as much too little."""
+    wide, narrow = ([one * math.sqrt(share) for one in EVEN] for share in (1.5, 0.5))
+    calibration = joined(in_bin(3, EVEN), in_bin(4, EVEN))
+    record = measure(calibration, joined(in_bin(3, wide), in_bin(4, narrow)), step=1, weight_version=1)
+    assert [row.snr for row in record.rows[3:5]] == pytest.approx([0.5, 0.0])
+    assert record.snr == pytest.approx(0.0, abs=1e-6) and record.verdict == "noise-dominated"
 
 
 def test_the_record_says_which_bins_pool_and_with_which() -> None:
@@ -281,3 +291,17 @@ def test_bad_arguments_are_named() -> None:
     assert math.isnan(ess_share([]))
     with pytest.raises(ValueError, match=r"min_tokens must be at least 1 / \(1 - quantile\) = 200, got 100"):
         SnrConfig(min_tokens=100)
+
+
+def test_noise_of_which_a_small_calibration_saw_too_little_is_not_called_signal() -> None:
+    """Two in a hundred tokens carry nearly all the noise, on both passes alike: nothing has moved."""
+    random = np.random.default_rng(0)
+
+    def one_pass(count: int) -> Streams:
+        size = np.where(random.random(count) < 0.02, 1.0, 0.03)
+        rest = 10 ** random.uniform(-5, -2, count)
+        policy = np.log1p(-rest)
+        return Streams(policy, np.minimum(policy - size * rest * random.standard_normal(count), 0.0))
+
+    verdicts = [measure(one_pass(600), one_pass(20_000), step=1, weight_version=1).verdict for _ in range(100)]
+    assert verdicts.count("signal-dominated") <= 10, Counter(verdicts)

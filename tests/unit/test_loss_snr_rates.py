@@ -210,3 +210,20 @@ def test_missing_log_probs_are_named_in_every_run() -> None:
     engine = np.where(random.random(POOL) < 0.05, np.nan, np.asarray(streams.engine_logp))
     runs = calibrations(Streams(streams.policy_logp, engine, streams.entropy), 1000)
     assert diagnoses(runs).keys() == {"missing"}
+
+
+@pytest.mark.parametrize(
+    ("spread", "sigma"), [((-3.05, -2.95), 0.3), ((-4, -2), 0.5), ((-4, -2), 1.0), ((-3, -1), 1.0)]
+)
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_noise_on_a_policy_that_is_nearly_sure_everywhere_does_not_stop_a_run(
+    spread: tuple[float, float], sigma: float, side: str
+) -> None:
+    """Without forks only sure tokens are left to judge by. spread: exponents of ten between which 1 - p lies."""
+    random = np.random.default_rng(4)
+    logits = random.normal(0, 1.5, (40_000, VOCABULARY))
+    rest = 10 ** random.uniform(*spread, len(logits))
+    logits[:, 0] = np.log(np.exp(logits[:, 1:]).sum(1)) + np.log((1 - rest) / rest)
+    streams = tokens(logits, random, noise=(sigma, 0.0) if side == "engine" else (0.0, sigma))
+    counts = {size: diagnoses(calibrations(streams, size, 40)) for size in (300, 640, 2000)}
+    assert sum(map(alarms, counts.values())) <= 1, counts

@@ -74,7 +74,7 @@ def test_a_reference_without_a_term_is_measured_and_pushes_nothing() -> None:
     assert torch.equal(loss, without) and "kl/reference_k3" not in bare.metrics
     k3 = kl_estimate(streams.policy_logp.detach(), stream(-0.9, -1.2, -1.5, -1.8), "k3")
     assert results(stats)["kl/reference_k3"] == pytest.approx(float(k3[0] + k3[2]) / 2)
-    in_reward, rewarded = loss_of(streams, kl={"placement": "reward"})
+    in_reward, rewarded = loss_of(streams, kl={"placement": "reward"}, kl_coef=0.5)
     assert torch.equal(in_reward, loss) and "kl/loss" not in rewarded.metrics and "kl/reference_k3" in rewarded.metrics
 
 
@@ -98,6 +98,14 @@ def test_a_sampled_token_without_an_engine_log_prob_is_no_observation() -> None:
         batch(3), loss_mask=torch.ones(3, dtype=torch.bool), distill_mask=None, distill_kl=None,
         engine_logp=stream(-1.0, NAN, -1.0),
     )  # fmt: skip
+    loss, _ = loss_of(streams, entropy={"coef": 0.25, "tokens": "after_observation"})
+    assert streams.entropy is not None
+    assert torch.autograd.grad(loss, streams.entropy)[0].tolist() == [0, 0, 0]
+
+
+def test_a_distilled_token_is_no_observation() -> None:
+    """Token 1 was sampled, although only the teacher's loss reads it."""
+    streams = replace(batch(3), distill_mask=torch.tensor([False, True, False]))
     loss, _ = loss_of(streams, entropy={"coef": 0.25, "tokens": "after_observation"})
     assert streams.entropy is not None
     assert torch.autograd.grad(loss, streams.entropy)[0].tolist() == [0, 0, 0]
@@ -241,6 +249,13 @@ def test_broken_values_of_trained_tokens_are_refused(name: str, value: float, sa
     loss_of(replace(streams, **{name: broken}), **ALL)
 
 
+def test_a_document_that_comes_back_after_another_is_refused() -> None:
+    ids = torch.arange(12) // 4
+    loss_of(replace(batch(12), sequence_ids=ids), policy={"kind": "gspo"})
+    with pytest.raises(ValueError, match=r"sequence_ids .* those of documents in one piece, got 0 at position 8"):
+        loss_of(replace(batch(12), sequence_ids=ids % 2), policy={"kind": "gspo"})
+
+
 def test_a_broken_distillation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"distill_kl .* must be finite, got nan at position 3"):
         loss_of(replace(batch(), distill_kl=stream(0, 0, 0, NAN)))
@@ -272,8 +287,10 @@ def test_bad_arguments_are_refused_with_their_value() -> None:
         loss_of(replace(batch(), distill_mask=stream(0, 0, 0, 1)))
     with pytest.raises(ValueError, match=r"sequence_ids must be integers, got torch\.float64"):
         loss_of(replace(batch(), sequence_ids=stream(0, 0, 0, 0)))
-    for coef in (-0.1, NAN):
-        with pytest.raises(ValueError, match=f"kl_coef must not be negative, got {coef}"):
+    with pytest.raises(ValueError, match=r"kl_coef has no effect without loss\.kl, got 0\.1"):
+        loss_of(batch(), kl_coef=0.1)
+    for coef in (-0.1, NAN, math.inf):
+        with pytest.raises(ValueError, match=f"kl_coef must be finite and not negative, got {coef}"):
             loss_of(batch(), kl={}, kl_coef=coef)
-        with pytest.raises(ValueError, match=f"distill_coef must not be negative, got {coef}"):
+        with pytest.raises(ValueError, match=f"distill_coef must be finite and not negative, got {coef}"):
             loss_of(batch(), distill_coef=coef)

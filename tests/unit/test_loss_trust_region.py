@@ -173,6 +173,14 @@ def test_without_an_advantage_there_is_no_push(row: Row) -> None:
     assert (values == 0).all() and (slopes == 0).all()
 
 
+@ROWS
+def test_without_an_advantage_a_token_is_kept_as_one_that_falls(row: Row) -> None:
+    p, mu, _ = (tensor(*column) for column in zip(*GRID, strict=True))
+    at = {a: loss_of(config_of(row.kind), p.log(), mu.log(), torch.full_like(p, a))[1].kept for a in (-1.0, 0.0, 1.0)}
+    assert torch.equal(at[0.0], at[-1.0])
+    assert torch.equal(at[0.0], at[1.0]) == (row.kind in ("cispo", "tis", "reject", "none"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_policy_every_policy_loss_is_the_plain_policy_gradient(kind: str) -> None:
     logp, a = tensor(-3.0, -0.01, -12.0), tensor(0.3, -0.7, 1.0)
@@ -251,3 +259,12 @@ def test_bad_arguments_are_refused_with_their_value() -> None:
         policy_loss(one, one, one, config=config_of("gspo"), sequence_ids=one)
     with pytest.raises(ValueError, match=r"sequence_ids must be aligned with values \[1\], got \[2\]"):
         policy_loss(one, one, one, config=config_of("gspo"), sequence_ids=two.long())
+
+
+def test_gspo_takes_its_mean_over_tokens_whose_engine_log_prob_is_known() -> None:
+    policy, engine = tensor(-1.0, -1.0, -1.0), tensor(-1.4, math.nan, -math.inf)
+    config = config_of("gspo", policy={"kind": "gspo", "eps_low": 0.9, "eps_high": 9.0})
+    _, stats = policy_loss(
+        policy, engine, tensor(1, 1, 1), config=config, sequence_ids=torch.zeros(3, dtype=torch.long)
+    )
+    assert stats.weight.tolist() == pytest.approx([math.exp(0.4), 0.0, 0.0])

@@ -102,7 +102,7 @@ def test_the_command_prints_the_newest_calibration_and_the_history(
         assert shown == list(bin_cells(row, newest.rows))
         assert row.snr is None or f"{row.snr:.3g} ± " in shown[5]
         assert shown[9] == f"{math.exp(row.lower):.4g} … {math.exp(row.upper):.4g}"
-    assert f"verdict: {newest.verdict}: SNR {newest.snr:.3g} over all bins" in out
+    assert f"verdict: {newest.verdict}: SNR {newest.snr:.3g} ± {newest.snr_error:.2g} over all bins" in out
     assert all(f"- {line}" in out for line in newest.advice) and all(f"note: {line}" in out for line in newest.notes)
     steps = [line.split()[0] for line in out.split("SNR over time")[1].splitlines() if line[:1].isdigit()]
     assert steps == ["0", "20", "40", "60"]
@@ -145,7 +145,7 @@ def test_the_page_shows_every_bin_its_bounds_and_the_verdict(run: Path, records:
     for row in newest.rows:
         name, *cells = bin_cells(row, newest.rows)
         assert f'<th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) in section
-    assert f"<b>{newest.verdict}: SNR {newest.snr:.3g} over all bins</b>" in section
+    assert f"<b>{newest.verdict}: SNR {newest.snr:.3g} ± {newest.snr_error:.2g} over all bins</b>" in section
     assert '<a href="#snr">Signal or noise</a>' in page
     drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", section)]
     assert len(drawings) == 1 + len(newest.rows), "one for SNR, one for the bounds of each bin"

@@ -72,6 +72,17 @@ def test_the_proximal_policy_is_renewed_with_every_update_of_the_engines(base: A
     assert LOG == ["made", "copied"]
 
 
+def test_a_plateau_counts_the_evaluation_before_the_first_step(base: Any) -> None:
+    """With trainer.eval_every_steps 1 the next one comes before the rule is asked."""
+    policies = held(base, reference=ReferenceConfig(reset_after_plateau=1), loss=LossConfig(kl=KlConfig()))
+    for rate in (4, 3):
+        policies.after_evaluation({"eval/pass_rate/e/a": Rate(rate, 8)})
+    policies.after_step(1)
+    assert LOG[1:2] == ["reset 1"]
+    policies.after_step(2)
+    assert LOG[-1] != "reset 2", "an evaluation counts once"
+
+
 def test_a_plateau_of_the_mean_pass_rate_resets_reference_and_optimizer_and_survives_a_resume(base: Any) -> None:
     config = ReferenceConfig(reset_after_plateau=2, reset_optimizer=True)
     loss = LossConfig(kl=KlConfig())

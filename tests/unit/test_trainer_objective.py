@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_rl.config import ConfigError
 from megatron_rl.loss.config import KlConfig, LossConfig
 from megatron_rl.loss.snr import NoiseTable
 from megatron_rl.telemetry.values import Last, Mean
@@ -31,6 +32,15 @@ def test_an_adaptive_coefficient_follows_the_measured_kl_and_goes_on_after_a_res
     assert RunningObjective(config, objective.state()).kl_coef == pytest.approx(0.5 * 1.02)
     objective.after_step({"kl/reference_k3": Mean(0.0, 0.0)})
     assert objective.kl_coef == pytest.approx(0.5 * 1.02), "no tokens, no change"
+
+
+def test_a_start_of_the_adaptive_coefficient_that_a_resume_would_not_read_is_refused() -> None:
+    state = RunningObjective(LossConfig(kl=KlConfig(coef=0.5, target=0.1)), None).state()
+    with pytest.raises(ConfigError, match=r"loss\.kl\.coef .* got 0\.25 where it started from 0\.5 and is 0\.5 now"):
+        RunningObjective(LossConfig(kl=KlConfig(coef=0.25, target=0.1)), state)
+    assert RunningObjective(LossConfig(kl=KlConfig(coef=0.25)), state).kl_coef == 0.25
+    fixed = RunningObjective(LossConfig(kl=KlConfig(coef=0.5)), None).state()
+    assert RunningObjective(LossConfig(kl=KlConfig(coef=0.25, target=0.1)), fixed).kl_coef == 0.25
 
 
 def test_the_last_calibration_is_the_same_after_a_resume() -> None:

@@ -28,6 +28,14 @@ from megatron_rl.trainer.reference_resets import (
     remove_unneeded_references,
 )
 
+
+def asked(rule: ResetRule, step: int, pass_rate: float | None = None) -> bool:
+    """Whether the rule resets after this step and its evaluation, if there was one."""
+    if pass_rate is not None:
+        rule.observe(pass_rate)
+    return rule.resets_after_step(step)
+
+
 RATES = st.lists(st.integers(0, 8).map(lambda count: count / 8), max_size=30)
 STEPS = st.sets(st.integers(1, 12))
 
@@ -71,22 +79,22 @@ def test_settings_and_rules_are_known_without_megatron() -> None:
 
 def test_a_reference_is_reset_after_every_nth_step_but_not_before_the_first() -> None:
     rule = ResetRule(ReferenceConfig(reset_every_steps=3))
-    assert [step for step in range(10) if rule.resets_after_step(step, pass_rate=0.0)] == [3, 6, 9]
+    assert [step for step in range(10) if asked(rule, step, 0.0)] == [3, 6, 9]
 
 
 def test_a_plateau_is_so_many_evaluations_that_none_is_above_the_best_and_the_next_starts_at_the_reset() -> None:
     rule = ResetRule(ReferenceConfig(reset_after_plateau=2))
     rates = [0.1, 0.3, 0.2, None, 0.4, None, 0.4, 0.3, 0.35, None, 0.2, 0.3, 0.1, 0.2]
-    resets = [step for step, rate in enumerate(rates) if rule.resets_after_step(step, pass_rate=rate)]
+    resets = [step for step, rate in enumerate(rates) if asked(rule, step, rate)]
     # 0.3 < 0.4 is reset with step 7 and from then on the best; 0.35 is above it, 0.2 and 0.3 are not.
     assert resets == [7, 11, 13]
 
 
 def test_a_reset_by_steps_starts_a_new_plateau() -> None:
     rule = ResetRule(ReferenceConfig(reset_after_plateau=2, reset_every_steps=2))
-    assert [rule.resets_after_step(step, pass_rate=0.5) for step in range(5)] == [False, False, True, False, True]
+    assert [asked(rule, step, 0.5) for step in range(5)] == [False, False, True, False, True]
     rates = [0.9, 0.5, 0.4, 0.3, 0.2]
-    assert [rule.resets_after_step(step, pass_rate=r) for step, r in zip(range(1, 6), rates, strict=True)] == [
+    assert [asked(rule, step, r) for step, r in zip(range(1, 6), rates, strict=True)] == [
         False, True, False, True, False,
     ]  # fmt: skip
 
@@ -113,14 +121,14 @@ def test_plateaus_are_those_of_the_whole_history_also_where_the_run_was_resumed(
         if step in stops:
             state, rule = rule.state(), ResetRule(config)
             rule.restore(state)
-        if rule.resets_after_step(step, pass_rate=rate):
+        if asked(rule, step, rate):
             resets.append(step)
     assert resets == plateaus(rates, patience)
 
 
 def test_a_pass_rate_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="pass rate must be finite, got nan"):
-        ResetRule(ReferenceConfig(reset_after_plateau=2)).resets_after_step(1, pass_rate=float("nan"))
+        ResetRule(ReferenceConfig(reset_after_plateau=2)).observe(float("nan"))
 
 
 def test_a_resumed_run_takes_the_newest_reference_up_to_its_step_and_drops_later_ones(tmp_path: Path) -> None:
