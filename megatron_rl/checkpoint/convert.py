@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from megatron_rl.checkpoint.config import Direction
 from megatron_rl.checkpoint.conversion import start_conversion
 from megatron_rl.checkpoint.folders import META_NAME, STATE_NAME, new_folder, partial_folder, reading
-from megatron_rl.checkpoint.hf_files import HfFiles
+from megatron_rl.checkpoint.hf_files import HfFiles, copy_companions
 from megatron_rl.checkpoint.identity import describe_model
 from megatron_rl.checkpoint.safetensors_file import SafetensorsReader
 from megatron_rl.checkpoint.stream import hf_of_checkpoint, pieces_of_hf
@@ -28,19 +27,9 @@ from megatron_rl.distributed.groups import ParallelGroups, build_groups
 from megatron_rl.model.build import build_from_config
 from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import check_model_folder, read_hf_config, weight_files
-from megatron_rl.model.hf_weights import HfTensorSpec, check_available, export_hf, hf_layout, import_hf
+from megatron_rl.model.hf_tensor import HfTensorSpec
+from megatron_rl.model.hf_weights import check_available, export_hf, hf_layout, import_hf
 from megatron_rl.model.policy import PolicyModel
-
-COMPANION_PATTERNS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-)
-"""Files of an HF folder that stay valid when only the weights change."""
 
 
 def load_hf(model: PolicyModel, folder: Path, groups: ParallelGroups) -> None:
@@ -149,14 +138,6 @@ def _write_hf(
             files.write_index()
             _write_config(partial, model.hf_config, dtype)
             copy_companions(companions, partial)
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Copies tokenizer, chat template and generation config."""
-    for pattern in COMPANION_PATTERNS:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
 
 
 def _check_megatron_folder(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The weight files of a Hugging Face folder, written tensor by tensor."""
+"""The files of a Hugging Face folder: weights written tensor by tensor, and what goes along with them."""
 
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,10 +11,20 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.safetensors_file import SafetensorsWriter
 from megatron_rl.model.folder import INDEX_NAME, SINGLE_NAME
-from megatron_rl.model.hf_weights import HfTensorSpec
+from megatron_rl.model.hf_tensor import HfTensorSpec
 
 MAX_SHARD_BYTES = 4 * 2**30
 """Largest safetensors file; a single larger tensor gets a file of its own."""
+COMPANION_PATTERNS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+"""Files of an HF folder that stay valid when only the weights change."""
 
 
 class HfFiles:
@@ -25,18 +36,34 @@ class HfFiles:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """A tensor of the layout, in any order, each once."""
-        file = self.plan[name]
-        if file not in self._open:
-            specs = [spec for spec in self._layout if self.plan[spec.name] == file]
-            self._open[file] = SafetensorsWriter(self._folder / file, specs)
-        if self._open[file].write(name, tensor):
-            del self._open[file]
+        if self._writer(name).write(name, tensor):
+            del self._open[self.plan[name]]
+
+    def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """The same for a tensor that comes in pieces, which flattened and end to end are it."""
+        if self._writer(name).write_pieces(name, pieces):
+            del self._open[self.plan[name]]
 
     def write_index(self) -> None:
         """Which tensor is in which file, where there are several."""
         if set(self.plan.values()) != {SINGLE_NAME}:
             index = {"metadata": {"total_size": sum(map(_num_bytes, self._layout))}, "weight_map": self.plan}
             (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _writer(self, name: str) -> SafetensorsWriter:
+        file = self.plan[name]
+        if file not in self._open:
+            specs = [spec for spec in self._layout if self.plan[spec.name] == file]
+            self._open[file] = SafetensorsWriter(self._folder / file, specs)
+        return self._open[file]
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies tokenizer, chat template and generation config."""
+    for pattern in COMPANION_PATTERNS:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
 
 
 def file_plan(layout: Sequence[HfTensorSpec]) -> dict[str, str]:

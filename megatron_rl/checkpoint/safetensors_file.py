@@ -5,7 +5,7 @@ https://github.com/huggingface/safetensors#format; the library itself reads and 
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import DataError
-from megatron_rl.model.hf_weights import HfTensorSpec
+from megatron_rl.model.hf_tensor import HfTensorSpec
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _TORCH_DTYPES = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
+FP8 = "F8_E4M3"
+"""Of quantised weights, which mean something only with their scales: read piece by piece, never as a model's tensor."""
 _ALIGNMENT = 8
 
 
@@ -46,10 +48,19 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: Tensor) -> bool:
         """Writes a tensor of the dtype and shape it was announced with; True when the file is complete, and closed."""
+        assert tuple(tensor.shape) == tuple(self._specs[name].shape), self._specs[name]
+        return self.write_pieces(name, [tensor])
+
+    def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> bool:
+        """The same for a tensor that comes in pieces, which flattened and end to end are it."""
         spec = self._specs.pop(name)
-        assert tuple(tensor.shape) == tuple(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}", spec
         self._file.seek(self._start + self._offsets[name])
-        self._file.write(_bytes(tensor.detach().cpu().contiguous()))
+        num_written = 0
+        for piece in pieces:
+            assert str(piece.dtype) == f"torch.{spec.dtype}", (spec, piece.dtype)
+            self._file.write(_bytes(piece.detach().cpu().contiguous()))
+            num_written += piece.numel()
+        assert num_written == math.prod(spec.shape), (spec, num_written)
         if not self._specs:
             self._file.close()
         return not self._specs
@@ -82,17 +93,28 @@ class SafetensorsReader:
         """Of every tensor there is."""
         return {name: tuple(entry["shape"]) for name, (_, _, entry) in self._places.items()}
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """safetensors' name for the dtype of every tensor there is."""
+        return {name: entry["dtype"] for name, (_, _, entry) in self._places.items()}
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, in memory of its own. DataError for a dtype that is no model's here."""
-        file, offset, entry = self._places[name]
+        _, _, entry = self._places[name]
         if entry["dtype"] not in _TORCH_DTYPES:
             raise DataError(
                 f"weight {name} must be one of {sorted(_TORCH_DTYPES)}, got {entry['dtype']}; use unquantised weights"
             )
-        tensor = torch.empty(entry["shape"], dtype=_TORCH_DTYPES[entry["dtype"]])
-        file.seek(offset)
-        file.readinto(_bytes(tensor))  # type: ignore[attr-defined]
-        return tensor
+        return self.read_piece(name, 0, math.prod(entry["shape"])).view(entry["shape"])
+
+    def read_piece(self, name: str, start: int, stop: int) -> Tensor:
+        """Numbers start to stop of the flattened tensor, as they are stored: also FP8. [stop - start]"""
+        file, offset, entry = self._places[name]
+        dtype = torch.float8_e4m3fn if entry["dtype"] == FP8 else _TORCH_DTYPES[entry["dtype"]]
+        piece = torch.empty(stop - start, dtype=dtype)
+        file.seek(offset + start * dtype.itemsize)
+        file.readinto(_bytes(piece))  # type: ignore[attr-defined]
+        return piece
 
 
 def _bytes(tensor: Tensor) -> memoryview:

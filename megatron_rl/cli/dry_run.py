@@ -6,38 +6,22 @@ start would, and what is not is named.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.cli.cluster import Cluster, engine_nodes, groups_across_nodes, trainer_nodes
+from megatron_rl.cli.dry_run_data import Row, microbatch_row, sft_data
 from megatron_rl.cli.dry_run_memory import check_engine_memory, check_memory
 from megatron_rl.cli.no_effect import check_rl_options, check_sft_options
-from megatron_rl.cli.preflight import check_environments, check_reference_policy, check_run_folder, read_samples
+from megatron_rl.cli.preflight import check_environments, check_reference_policy, check_run_folder
 from megatron_rl.cli.runs import RlRun, RunConfig, SftRun
 from megatron_rl.cli.shape import check_rl_shape, check_sft_shape
 from megatron_rl.data.render import ChatRenderer, has_tokenizer, load_tokenizer
-from megatron_rl.data.sft import load_conversations
+from megatron_rl.data.stream import microbatch_cost
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.engine.server import answers
 from megatron_rl.model.families import family_for
 from megatron_rl.model.folder import check_model_folder, has_weights, read_hf_config
-
-Row = tuple[str, str]
-"""A heading, empty in further lines of one, and a line of text."""
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Conversations of data files; the lengths are unknown without a tokenizer."""
-
-    count: int
-    num_tokens: int | None = None
-    longest: int | None = None
-
-    def shown(self) -> str:
-        tokens = f", {self.num_tokens:,} tokens, the longest has {self.longest:,}" if self.num_tokens else ""
-        return f"{self.count:,} conversations{tokens}"
 
 
 def dry_run_sft(run: SftRun, cluster: Cluster) -> str:
@@ -48,7 +32,8 @@ def dry_run_sft(run: SftRun, cluster: Cluster) -> str:
     nodes = trainer_nodes(run.run, cluster)
     rows = _layout(run.run, run.parallel, cluster, trainer=nodes, engines=0)
     rows += check_memory(run, hf_config, cluster, microbatch_tokens=run.data.microbatch_tokens)
-    rows += _sft_data(run, renderer, unchecked)
+    microbatch_cost(run.data, hf_config)
+    rows += sft_data(run, renderer, unchecked)
     _check_run_folder(run, hf_config, unchecked)
     return _shown(rows, unchecked)
 
@@ -100,40 +85,6 @@ def _layout(run: RunConfig, parallel: ParallelConfig, cluster: Cluster, *, train
     return rows
 
 
-def _sft_data(run: SftRun, renderer: ChatRenderer | None, unchecked: list[str]) -> list[Row]:
-    copies = run.run.processes // (run.parallel.model_ranks * run.parallel.context)
-    per_step = run.data.samples_per_step
-    train = _rows(run, run.data.train, renderer, unchecked)
-    held_out = _rows(run, run.data.heldout, renderer, unchecked) if run.data.heldout else None
-    step = f"{per_step} conversations, at most {per_step * run.context_length:,} tokens"
-    rows = []
-    if train is not None:
-        rows.append(("data", train.shown()))
-        step += f", {per_step * train.num_tokens / train.count:,.0f} on average" if train.num_tokens else ""
-    rows.append(("step", step))
-    if train is not None:
-        epoch, steps = train.count / per_step, run.trainer.steps
-        rows.append(("", f"{epoch:,.1f} steps per epoch; {steps:,} steps are {steps / epoch:.2f} epochs"))
-    if held_out is not None:
-        rows.append(("held out", held_out.shown()))
-    rows.append(("microbatch", _microbatch(run.data.microbatch_tokens, copies)))
-    if per_step < copies:
-        rows.append(("warning", f"data.samples_per_step={per_step} leaves ranks without data: {copies} share a step"))
-    return rows
-
-
-def _rows(run: SftRun, paths: Sequence[str], renderer: ChatRenderer | None, unchecked: list[str]) -> _Rows | None:
-    """What the files hold; None where one is not on this machine. DataError for a row that does not fit."""
-    there = [path for path in paths if Path(path).exists()]
-    unchecked += [f"data: no {path} here" for path in paths if path not in there]
-    if renderer is None:
-        unchecked += [f"data: length and rendering of the rows of {path}, without a tokenizer" for path in there]
-        count = sum(1 for path in there for _ in load_conversations(Path(path)))
-        return _Rows(count) if len(there) == len(paths) else None
-    lengths = [len(sample.token_ids) for path in there for sample in read_samples(run, path, renderer)]
-    return _Rows(len(lengths), sum(lengths), max(lengths)) if len(there) == len(paths) else None
-
-
 def _rl_steps(run: RlRun, renderer: ChatRenderer | None, unchecked: list[str]) -> list[Row]:
     environments = check_environments(run, renderer)
     if renderer is None:
@@ -146,7 +97,7 @@ def _rl_steps(run: RlRun, renderer: ChatRenderer | None, unchecked: list[str]) -
     rows = [
         ("step", f"{groups} groups of {size}: {rollouts:,} rollouts, {rollouts / engines:,.0f} per engine"),
         ("", f"at most {most:,} tokens"),
-        ("microbatch", _microbatch(capacity, copies)),
+        microbatch_row(capacity, copies),
         ("run", f"{run.trainer.steps:,} steps, {run.trainer.steps * groups:,} prompts without redraws"),
     ]
     for environment in environments:
@@ -184,10 +135,6 @@ def _check_run_folder(run: SftRun | RlRun, hf_config: dict[str, Any], unchecked:
         check_run_folder(run, hf_config)
     else:
         unchecked.append(f"run.dir: {folder} is not there yet; the start shows whether it can be written and has room")
-
-
-def _microbatch(capacity: int, copies: int) -> str:
-    return f"at most {capacity:,} tokens" + (f"; {copies} data-parallel ranks share a step" if copies > 1 else "")
 
 
 def _counted(number: int, what: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_rl.cli.runs import RlRun, SftRun
 from megatron_rl.config import ConfigError, ConfigModel
-from megatron_rl.trainer.reference_config import check_offload
+from megatron_rl.trainer.reference_config import ReferenceConfig, check_offload
 
 
 def check_sft_options(run: SftRun) -> None:
@@ -16,6 +16,9 @@ def check_sft_options(run: SftRun) -> None:
         _refuse(run.run, "run", ["threads"], "with run.platform cuda")
     if not run.data.heldout:
         _refuse(run.trainer, "trainer", ["heldout_every_steps"], "without data.heldout")
+    if run.data.packing.kind == "stream":
+        fixed = "with data.packing.kind stream, whose steps have microbatches_per_step"
+        _refuse(run.data, "data", ["samples_per_step"], fixed)
 
 
 def check_rl_options(run: RlRun) -> None:
@@ -37,18 +40,13 @@ def _check_objective(run: RlRun) -> None:
         _refuse(run.loss, "loss", ["regulariser_tokens"], "with loss.tau 0")
     if reference is not None:
         check_offload(reference, run.run.platform)
+        _check_resets(reference, steps=run.trainer.steps, eval_every=run.trainer.eval_every_steps)
     if loss.kl is not None and reference is None:
         raise ConfigError(
             "loss.kl needs a reference policy, got trainer.reference null; set trainer.reference={} for the model the "
             "run starts from, or remove loss.kl"
         )
-    guards = {"loss.guard": loss.guard, "loss.proximal.guard": loss.proximal and loss.proximal.guard}
-    for name, guard in guards.items():
-        if guard is not None and guard.kind in ("shrink", "derived") and run.trainer.snr is None:
-            raise ConfigError(
-                f"{name}.kind {guard.kind} reads what calibrations measure, got trainer.snr null; set trainer.snr={{}} "
-                "or choose clamp"
-            )
+    _check_guards(run)
     if loss.proximal is not None and loss.guard.kind in ("shrink", "derived"):
         raise ConfigError(
             f"loss.guard.kind {loss.guard.kind} cannot be used with loss.proximal, where it guards policy / proximal, "
@@ -71,6 +69,41 @@ def _check_objective(run: RlRun) -> None:
             "loss.entropy.tokens after_observation has no effect with rollout.max_turns 1, where no observation comes "
             "between turns; choose all, or raise it"
         )
+
+
+def _check_resets(reference: ReferenceConfig, *, steps: int, eval_every: int) -> None:
+    """ConfigError for a reset that would come after the last step, or never."""
+    every, patience = reference.reset_every_steps, reference.reset_after_plateau
+    if every is not None and every >= steps:
+        raise ConfigError(
+            f"trainer.reference.reset_every_steps has no effect in a run of {steps} steps, got {every}; lower it, or "
+            "remove it"
+        )
+    evaluations = (steps - 1) // eval_every
+    if patience is not None and patience > evaluations:
+        raise ConfigError(
+            f"trainer.reference.reset_after_plateau has no effect where only {evaluations} evaluations follow the "
+            f"first one before the last of {steps} steps, got {patience}; lower it or trainer.eval_every_steps, or "
+            "remove it"
+        )
+
+
+def _check_guards(run: RlRun) -> None:
+    """ConfigError for a guard that reads measurements which the run does not make, or makes too late."""
+    loss, snr, steps = run.loss, run.trainer.snr, run.trainer.steps
+    for name, guard in (("loss.guard", loss.guard), ("loss.proximal.guard", loss.proximal and loss.proximal.guard)):
+        if guard is None or guard.kind not in ("shrink", "derived"):
+            continue
+        if snr is None:
+            raise ConfigError(
+                f"{name}.kind {guard.kind} reads what calibrations measure, got trainer.snr null; set trainer.snr={{}} "
+                "or choose clamp"
+            )
+        if guard.kind == "shrink" and snr.every_steps >= steps:
+            raise ConfigError(
+                f"{name}.kind shrink has no effect with trainer.snr.every_steps={snr.every_steps} in a run of {steps} "
+                "steps: lambda is 1 until a calibration that follows a step; lower it, or choose clamp"
+            )
 
 
 def _refuse(config: ConfigModel, prefix: str, names: list[str], condition: str) -> None:

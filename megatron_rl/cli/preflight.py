@@ -1,6 +1,5 @@
 """Everything that can be wrong with a run's inputs, found before any process starts."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,22 @@ from megatron_rl.cli.output_folder import check_folder
 from megatron_rl.cli.runs import RlRun, SftRun
 from megatron_rl.cli.shape import check_rl_shape, check_sft_shape
 from megatron_rl.config import ConfigError
+from megatron_rl.data.mixture import Mixture
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
-from megatron_rl.data.sft import sft_samples
-from megatron_rl.data.stream import check_same_data, data_identity
+from megatron_rl.data.rows import open_rows
+from megatron_rl.data.samples import SampleRules, check_rows
+from megatron_rl.data.stream import data_identity, microbatch_cost, states_to_resume
 from megatron_rl.distributed.device import check_platform
 from megatron_rl.engine.server import answers
 from megatron_rl.model.folder import check_model_folder
-from megatron_rl.records import Sample
 from megatron_rl.rollout.env import Environment
 from megatron_rl.rollout.environments import check_environment, make_environment
+from megatron_rl.trainer.objective import check_resumed_objective
 from megatron_rl.trainer.reference_config import check_reference
 
 
 def check_sft(run: SftRun) -> None:
-    """ConfigError or DataError for the first thing that does not fit. Reads and renders every row."""
+    """ConfigError or DataError for the first thing that does not fit. Renders data.check_rows rows of each file."""
     check_platform(run.run.platform, num_ranks=run.run.processes)
     check_sft_ranks(run)
 
@@ -39,12 +40,14 @@ def check_sft_ranks(run: SftRun) -> None:
     check_sft_options(run)
     hf_config = check_model_folder(run.model.path)
     check_sft_shape(run, hf_config)
+    microbatch_cost(run.data, hf_config)
     renderer = ChatRenderer(load_tokenizer(run.model.path))
-    train = [sample for path in run.data.train for sample in read_samples(run, path, renderer)]
-    for path in run.data.heldout:
-        read_samples(run, path, renderer)
+    mixture = Mixture(run.data.train, seed=run.run.seed)
+    rules = SampleRules.of(run.data, run.context_length)
+    for rows in (*mixture.datasets, *map(open_rows, run.data.heldout)):
+        check_rows(rows, renderer, rules, run.data.check_rows)
     check_run_folder(run, hf_config)
-    check_resumed_data(run, train)
+    check_resumed_data(run, mixture)
 
 
 def check_rl_ranks(run: RlRun) -> None:
@@ -57,13 +60,13 @@ def check_rl_ranks(run: RlRun) -> None:
     check_run_folder(run, hf_config)
 
 
-def check_resumed_data(run: SftRun, train: Sequence[Sample]) -> None:
-    """ConfigError if the newest checkpoint was trained with another seed or other rows."""
+def check_resumed_data(run: SftRun, mixture: Mixture) -> None:
+    """ConfigError if the newest checkpoint was trained with another seed, other rows or other settings for them."""
     path = latest_checkpoint(run.run.folder / "checkpoints")
     if path is not None and (path / EXTRA_NAME / "data").is_file():
         with reading(path):
-            state = json.loads(read_extra(path, "data"))
-        check_same_data(state, data_identity(train, run.run.seed))
+            saved = read_extra(path, "data")
+            states_to_resume(saved, data_identity(run.data, mixture, run.context_length))
 
 
 def check_rl(run: RlRun) -> None:
@@ -105,11 +108,10 @@ def check_run_folder(run: SftRun | RlRun, hf_config: dict[str, Any]) -> None:
         references=reference.resets_within(trainer.checkpoint.every_steps) if reference is not None else 0,
     )
     check_resumable(run.run.folder, Path(run.model.path), hf_config, dtype, platform=run.run.platform)
-
-
-def read_samples(run: SftRun, path: str, renderer: ChatRenderer) -> list[Sample]:
-    """A data file's samples. DataError for the first row that does not fit."""
-    return sft_samples(Path(path), renderer, context_length=run.context_length)
+    saved = latest_checkpoint(run.run.folder / "checkpoints")
+    if isinstance(run, RlRun) and saved is not None and (saved / EXTRA_NAME / "objective").is_file():
+        with reading(saved):
+            check_resumed_objective(run.loss, read_extra(saved, "objective"))
 
 
 def check_environments(run: RlRun, renderer: ChatRenderer | None) -> list[Environment]:

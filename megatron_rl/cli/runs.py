@@ -6,6 +6,7 @@ from pydantic import Field
 
 from megatron_rl.config import ConfigModel
 from megatron_rl.config.load import load_config, read_tree
+from megatron_rl.data.distill.config import BackfillRun, PrefillRun
 from megatron_rl.data.sft import SftDataConfig
 from megatron_rl.distributed.config import ParallelConfig
 from megatron_rl.distributed.device import PlatformKind
@@ -84,7 +85,11 @@ class RlRun(ConfigModel):
     """Steps, optimizer, checkpoints."""
 
 
-def load_run(path: Path, overrides: list[str]) -> SftRun | RlRun:
-    """The run of a YAML file: RL if it has environments, SFT otherwise."""
+def load_run(path: Path, overrides: list[str]) -> SftRun | RlRun | PrefillRun | BackfillRun:
+    """The run of a YAML file: RL if it has environments, distillation if it has a kind, SFT otherwise."""
     tree = read_tree(path, overrides)
+    if "kind" in tree:
+        from megatron_rl.cli.distill import load_distill
+
+        return load_distill(path, overrides)
     return load_config(path, RlRun if "environments" in tree else SftRun, overrides)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.cli.output_folder import writing
+from megatron_rl.data.effort_template import extend_template
 from megatron_rl.rollout.environments.baker import Baker, BakerOptions
 from megatron_rl.rollout.environments.baker_trace import TraceNoise, baker_trace
 
@@ -27,6 +28,10 @@ _TOKENIZER_ROWS = 3000
 _ERROR_ROWS = 300
 """Rows with tool errors for the tokenizer alone: the easy level's words do not fill the vocabulary."""
 _ALL_REPAIRED = TraceNoise(string_value=1.0, repaired=1.0)
+_NO_NOISE = TraceNoise(string_value=0.0, wrong_result=0.0)
+_REASONING_ROWS = 512
+_REASONING_WEIGHTS = (1, 3, 4, 3)
+"""How often the working is told no, one, two or three times."""
 
 
 _OF_FAMILY: dict[TinyFamily, dict[str, Any]] = {
@@ -56,6 +61,8 @@ class TinyPaths:
     """JSONL of {"messages", "tools"}; texts and numbers of the train split."""
     heldout: Path
     """The same for the split new_texts."""
+    reasoning: Path
+    """Further rows of the train split, with id, difficulty and reasoning: what `megatron-rl label` is for."""
 
 
 def make_tiny(
@@ -68,12 +75,12 @@ def make_tiny(
     noise: TraceNoise | None = None,
     family: TinyFamily = "qwen3_moe",
 ) -> TinyPaths:
-    """Writes model, train.jsonl and heldout.jsonl into folder, over what is there. Same seed, same bytes.
+    """Writes model, train.jsonl, heldout.jsonl and reasoning.jsonl into folder, over what is there.
 
-    RunError where the disk is full or refuses.
+    Same seed, same bytes. RunError where the disk is full or refuses.
     """
     environment = Baker(options or BakerOptions(seed=seed + 1, distractors=DISTRACTORS))
-    paths = TinyPaths(folder / "model", folder / "train.jsonl", folder / "heldout.jsonl")
+    paths = TinyPaths(folder / "model", folder / "train.jsonl", folder / "heldout.jsonl", folder / "reasoning.jsonl")
     rows = _rows(environment, "train", max(num_train, _TOKENIZER_ROWS), seed, noise or TraceNoise())
     heldout = _rows(environment, "new_texts", num_heldout, seed, noise or TraceNoise())
     errors = _rows(Baker(BakerOptions(level="full", seed=seed + 1)), "train", _ERROR_ROWS, seed, _ALL_REPAIRED)
@@ -81,6 +88,7 @@ def make_tiny(
         paths.model.mkdir(parents=True, exist_ok=True)
         _write_jsonl(paths.train, rows[:num_train])
         _write_jsonl(paths.heldout, heldout)
+        _write_jsonl(paths.reasoning, _reasoning_rows(environment, max(num_train, _TOKENIZER_ROWS), seed))
         _save_tokenizer(rows[:_TOKENIZER_ROWS] + errors, paths.model)
         _save_model(paths.model, seed, family)
     return paths
@@ -95,6 +103,23 @@ def _rows(environment: Baker, split: str, count: int, seed: int, noise: TraceNoi
     return rows
 
 
+def _reasoning_rows(environment: Baker, first: int, seed: int) -> list[dict[str, Any]]:
+    """Right bookings of problems from first on, the working as reasoning: none, once, or checked once or twice."""
+    rows = []
+    for index in range(first, first + _REASONING_ROWS):
+        prompt = environment.prompt("train", index)
+        rng = random.Random(f"reasoning/{seed}/{index}")
+        messages = baker_trace(prompt, rng, _NO_NOISE)
+        booking = messages[-1]
+        repeats = rng.choices(range(4), weights=_REASONING_WEIGHTS)[0]
+        if repeats:
+            booking["reasoning_content"] = " Noch einmal: ".join([booking["content"]] * repeats)
+        booking["content"] = ""
+        difficulty = "easy" if prompt.task["kind"] == "single" else "medium"
+        rows.append({"id": prompt.prompt_id, "difficulty": difficulty, "messages": messages, "tools": prompt.tools})
+    return rows
+
+
 def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
@@ -105,6 +130,7 @@ def _save_tokenizer(rows: list[dict[str, Any]], folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     template = resources.files("megatron_rl.cli").joinpath("tiny_chat.jinja").read_text(encoding="utf-8").rstrip("\n")
+    template = extend_template(template)
     renderer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
     texts = [str(renderer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)) for row in rows]
     for mark in (*_SPECIAL_TOKENS, *_MARKS):

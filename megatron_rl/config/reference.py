@@ -132,4 +132,6 @@ def _type_name(annotation: Any) -> str:
         return f"{kind} of {' and '.join(dict.fromkeys(_type_name(item) for item in items))}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "keys"
-    return {"str": "text", "bool": "true | false"}.get(name := getattr(annotation, "__name__", str(annotation)), name)
+    return {"str": "text", "bool": "true | false", "Any": "anything"}.get(
+        name := getattr(annotation, "__name__", str(annotation)), name
+    )

@@ -2,15 +2,30 @@
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from megatron_rl.config import DataError
+from megatron_rl.data.cost_buffer import CostSortedBuffer
+from megatron_rl.data.next_k_fit import OPEN_BINS, NextKFit, next_k_fit
 from megatron_rl.records import PackedBatch, Sample
 
-OPEN_BINS = 256
-"""Bins that may still take a document. On a log-normal mix padding falls below .1% at 256, from about 14% at 1."""
+__all__ = [
+    "OPEN_BINS",
+    "CostSortedBuffer",
+    "NextKFit",
+    "Oversized",
+    "fit_document",
+    "next_k_fit",
+    "num_positions",
+    "pack_for_ranks",
+    "pack_samples",
+]
+
+Oversized = Literal["error", "truncate", "drop"]
+"""What becomes of a document that fills more positions than a microbatch has."""
 
 _OPTIONAL_STREAMS = {
     "advantages": (np.float32, 0.0),
@@ -19,32 +34,6 @@ _OPTIONAL_STREAMS = {
     "loss_weight": (np.float32, 0.0),
 }
 """Stream -> (dtype, value on padding)."""
-
-
-def next_k_fit(lengths: Sequence[int], capacity: int, k: int) -> list[list[int]]:
-    """Document numbers of each bin, bins in the order they were opened.
-
-    A document goes to the first open bin (oldest first) where it fits; if none fits, the oldest of k open bins is
-    closed and a new one opened. What comes later never moves an earlier document. O(n k). Raises ValueError for a
-    document longer than capacity.
-    """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-    bins: list[list[int]] = []
-    room = np.zeros(len(lengths), dtype=np.int64)
-    oldest = 0
-    for document, length in enumerate(lengths):
-        if not 0 <= length <= capacity:
-            raise ValueError(f"document {document} must have 0 to {capacity} tokens, got {length}")
-        fits = room[oldest : len(bins)] >= length
-        chosen = oldest + int(fits.argmax()) if fits.any() else len(bins)
-        if chosen == len(bins):
-            oldest = max(oldest, len(bins) + 1 - k)
-            bins.append([])
-            room[chosen] = capacity
-        bins[chosen].append(document)
-        room[chosen] -= length
-    return bins
 
 
 def pack_samples(
@@ -93,6 +82,21 @@ def num_positions(samples: Sequence[Sample], *, capacity: int) -> list[int]:
                 f"shorten it or raise microbatch_tokens"
             )
     return lengths
+
+
+def fit_document(sample: Sample, *, capacity: int, oversized: Oversized) -> Sample | None:
+    """The sample if it fills at most capacity positions; else its first capacity + 1 tokens, None, or DataError.
+
+    A truncated sample without a token left to train is dropped too. DataError as well for less than two tokens.
+    """
+    if oversized == "error" or len(sample.token_ids) - 1 <= capacity:
+        num_positions([sample], capacity=capacity)
+        return sample
+    if oversized == "drop" or not sample.loss_mask[: capacity + 1].any():
+        return None
+    streams = ("token_ids", "loss_mask", "loss_weight", *_OPTIONAL_STREAMS)
+    given = {name: stream for name in streams if (stream := getattr(sample, name)) is not None}
+    return replace(sample, **{name: stream[: capacity + 1] for name, stream in given.items()})
 
 
 def _same_count(ranks: list[list[PackedBatch]], *, pad_multiple: int, pad_id: int) -> list[list[PackedBatch]]:

@@ -1,138 +1,77 @@
-"""SFT rows: JSON lines of {"messages": [...], "tools": [...]} in Hugging Face chat form, checked one by one."""
+"""What a run file says about SFT data: which conversations, which tokens of them, and how they become batches."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from megatron_rl.config import ConfigModel, DataError
-from megatron_rl.data.render import ChatRenderer
-from megatron_rl.records import Sample
+from megatron_rl.config import ConfigModel
+from megatron_rl.data.dataset_config import DatasetConfig, check_mixture
+from megatron_rl.data.mask import MaskConfig
 
-_ROLES = ("system", "user", "assistant", "tool")
+
+class StepPacking(ConfigModel):
+    """Every step takes samples_per_step conversations of whatever length and spreads them over the ranks: the same
+    steps for any number of ranks, each of which renders every conversation."""
+
+    kind: Literal["step"] = "step"
+    """A fixed number of conversations per step."""
+
+
+class StreamPacking(ConfigModel):
+    """Every rank packs its own share of the conversations into full microbatches, without communication, and at any
+    moment takes one of about the same cost as the others do."""
+
+    kind: Literal["stream"] = "stream"
+    """A fixed number of tokens per step."""
+    open_bins: int = Field(ge=1, default=256)
+    """Microbatches that may still take a conversation (k of Next-k-Fit). Of a log-normal mix less than .1% is left
+    empty at 256, about 14% at 1."""
+    buffer: int = Field(ge=1, default=256)
+    """Packed microbatches that a rank holds to sort them by cost, beside the open ones; 1: no sorting."""
+    cost: Literal["attention", "model"] = "attention"
+    """How long a microbatch is taken to last. attention: the sum of its squared conversation lengths. model: what the
+    model's layers do with them, window attention and the work per token included."""
+    microbatches_per_step: int = Field(ge=1, default=1)
+    """Microbatches of each rank in one optimizer step."""
+
+
+PackingConfig = Annotated[StepPacking | StreamPacking, Field(discriminator="kind")]
 
 
 class SftDataConfig(ConfigModel):
     """Conversations and how they are batched."""
 
-    train: list[str] = Field(min_length=1)
-    """JSONL files of conversations, one object with messages and optional tools per line."""
+    train: list[DatasetConfig] = Field(min_length=1)
+    """Datasets of conversations, each a path or a path with name, weight or epochs. A row has messages and may have
+    tools and effort."""
     heldout: list[str] = []
-    """JSONL files whose loss is measured and never trained on."""
+    """Files and folders of conversations whose loss is measured and never trained on."""
+    mask: MaskConfig = MaskConfig()
+    """Which parts of the assistant's turns are trained."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row does that is malformed or that the chat template refuses. error: ends the run, named by file and line.
+    skip: is left out, named in RUN/bad_rows.jsonl and counted."""
+    check_rows: int | None = Field(ge=1, default=None)
+    """Rows of each file that are rendered before anything starts; null: every one. Any other is checked when it is
+    drawn."""
+    oversized: Literal["error", "truncate", "drop"] = "error"
+    """What a conversation of more than context_length tokens does: it ends the run, loses its end, or is left out and
+    counted."""
+    packing: PackingConfig = StepPacking()
+    """How conversations become the microbatches of the ranks."""
     samples_per_step: int = Field(ge=1, default=16)
-    """Conversations of one optimizer step, over all ranks."""
+    """Conversations of one optimizer step, over all ranks. Only for packing.kind step."""
     microbatch_tokens: int = Field(ge=1, default=4096)
     """Most tokens of one packed microbatch on one rank."""
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """One checked row."""
-
-    source: str
-    """path:line"""
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-
-
-def load_conversations(path: Path) -> Iterator[Conversation]:
-    """Rows of a file, blank lines left out, one at a time. DataError names file and line of the first that is wrong."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DataError(
-            f"data file {path} must be readable, got {error.strerror}; give the path of a JSONL file"
-        ) from None
-    found = False
-    with file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            found = True
-            try:
-                yield _conversation(f"{path}:{number}", line)
-            except _RowError as error:
-                raise DataError(f"{path}:{number}: {error}") from None
-    if not found:
-        raise DataError(f"data file {path} must have at least one conversation, got none; write one per line")
-
-
-def sft_samples(path: Path, renderer: ChatRenderer, *, context_length: int) -> list[Sample]:
-    """One sample per row, its id path:line. DataError names the row that cannot be rendered or exceeds the context."""
-    return [_sample(row, renderer, context_length) for row in load_conversations(path)]
-
-
-def _sample(row: Conversation, renderer: ChatRenderer, context_length: int) -> Sample:
-    try:
-        token_ids, loss_mask = renderer.conversation(row.messages, row.tools)
-    except DataError as error:
-        raise DataError(f"{row.source}: {error}") from error
-    if len(token_ids) > context_length:
-        raise DataError(
-            f"{row.source}: a conversation must have at most context_length = {context_length} tokens, "
-            f"got {len(token_ids)}; shorten it or raise context_length"
-        )
-    return Sample(sample_id=row.source, token_ids=token_ids, loss_mask=loss_mask)
-
-
-class _RowError(Exception):
-    """Rule, value and cure; the caller knows file and line."""
-
-
-def _conversation(source: str, line: bytes) -> Conversation:
-    try:
-        row = json.loads(line.decode("utf-8-sig").rstrip())
-    except UnicodeDecodeError as error:
-        raise _RowError(f"a row must be UTF-8 text, got byte {line[error.start]:#04x}; convert the file") from None
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _RowError(f"a row must be one JSON object, got malformed JSON: {reason}; mend the line") from None
-    if not isinstance(row, dict):
-        raise _RowError(f"a row must be a JSON object, got {_shown(row)}; write an object with messages")
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        got = _shown(messages) if "messages" in row else f"the keys {_shown(list(row))}"
-        raise _RowError(f"a row must have messages, a list with at least one, got {got}; add them")
-    for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise _RowError("messages must have an assistant turn, got none; add one or remove the row")
-    return Conversation(source, messages, _tools(row.get("tools")))
-
-
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _RowError(f"tools must be a list of function schemas, got {_shown(tools)}; mend it or leave it out")
-    return tools
-
-
-def _check_message(name: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise _RowError(f"{name} must be an object with role and content, got {_shown(message)}; mend it")
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if role not in _ROLES:
-        raise _RowError(f"{name}.role must be one of {', '.join(_ROLES)}, got {_shown(role)}; mend it")
-    if calls is not None and role != "assistant":
-        raise _RowError(f"{name}.tool_calls belong to assistant messages, got them on role {role}; move them")
-    if calls is not None and not isinstance(calls, list):
-        raise _RowError(f"{name}.tool_calls must be a list, got {_shown(calls)}; mend it")
-    for index, call in enumerate(calls or []):
-        _check_call(f"{name}.tool_calls[{index}]", call)
-    if not isinstance(content, str) and (content is not None or not calls):
-        raise _RowError(f"{name}.content must be text, got {_shown(content)}; write one string")
-
-
-def _check_call(name: str, call: Any) -> None:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _RowError(f"{name} must have a function with a name and arguments, got {_shown(call)}; mend it")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
-    return text if len(text) <= 80 else text[:77] + "..."
+    @model_validator(mode="after")
+    def _datasets_go_together(self) -> "SftDataConfig":
+        check_mixture(self.train)
+        if len(self.train) == 1:
+            for name in ("weight", "epochs"):
+                if (value := getattr(self.train[0], name)) is not None:
+                    raise ValueError(
+                        f"train.0.{name} has no effect with one dataset, got {value:g}; remove it: trainer.steps says "
+                        "how much is trained"
+                    )
+        return self

@@ -1,91 +1,71 @@
-"""The order of SFT samples: shuffled epochs without end, the same after every restart and for any number of ranks."""
+"""Which stream of steps a run file asks for, and what a run must have kept to go on with one."""
 
-import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from megatron_rl.config import ConfigError, DataError
-from megatron_rl.data.packing import num_positions, pack_for_ranks
+from megatron_rl.config import ConfigError
+from megatron_rl.data.conversation import shown
+from megatron_rl.data.cost import CostModel, attention_cost
+from megatron_rl.data.mixture import Mixture
+from megatron_rl.data.packed_stream import Cost, PackedStream
+from megatron_rl.data.rank_step import DataRank, SampleSource, SampleStream
 from megatron_rl.data.sft import SftDataConfig
-from megatron_rl.records import Sample, StepBatch
+from megatron_rl.data.step_stream import StepStream
 
 
-class SftStream:
-    """Draws samples_per_step samples per step; an epoch's rest is carried over, so each sample occurs once per epoch.
+def make_stream(config: SftDataConfig, source: SampleSource, place: DataRank, *, cost: Cost, seed: int) -> SampleStream:
+    """The stream of one rank, at its start. seed and cost matter to packing.kind stream alone."""
+    if config.packing.kind == "step":
+        return StepStream(source, config.samples_per_step, place)
+    return PackedStream(source, config.packing, place, cost=cost, seed=seed)
 
-    The order within an epoch is drawn from (seed, epoch) alone. DataError without samples, or for one that fits no
-    microbatch.
-    """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        *,
-        config: SftDataConfig,
-        seed: int,
-        data_parallel_size: int,
-        pad_multiple: int = 1,
-        pad_id: int = 0,
-    ) -> None:
-        if not samples:
-            raise DataError("data.train must have at least one conversation, got none; add files with rows")
-        num_positions(samples, capacity=config.microbatch_tokens)
-        self._samples, self._config, self._seed = samples, config, seed
-        self._data_parallel_size, self._pad_multiple, self._pad_id = data_parallel_size, pad_multiple, pad_id
-        self._epoch, self._position = 0, 0
-        self._order = self._epoch_order()
+def microbatch_cost(config: SftDataConfig, hf_config: Mapping[str, Any]) -> Cost:
+    """What a microbatch of documents of these lengths costs. ConfigError for a model whose cost is unknown."""
+    if config.packing.kind == "stream" and config.packing.cost == "model":
+        return CostModel.from_hf_config(hf_config).cost
+    return attention_cost
 
-    def next_step(self, step: int) -> StepBatch:
-        """The next samples_per_step samples, packed for the ranks."""
-        samples = [self._samples[self._draw()] for _ in range(self._config.samples_per_step)]
-        microbatches = pack_for_ranks(
-            samples,
-            capacity=self._config.microbatch_tokens,
-            data_parallel_size=self._data_parallel_size,
-            pad_multiple=self._pad_multiple,
-            pad_id=self._pad_id,
+
+def data_identity(config: SftDataConfig, mixture: Mixture, context_length: int) -> dict[str, Any]:
+    """What decides about the contents and the order of the steps, as plain data."""
+    of_mixture = mixture.identity()
+    packing: dict[str, Any] = {"kind": config.packing.kind}
+    if config.packing.kind == "stream":
+        packing = config.packing.model_dump(exclude={"microbatches_per_step"})
+        packing["microbatch_tokens"] = config.microbatch_tokens
+    return {
+        "run.seed": of_mixture["seed"],
+        "number of datasets in data.train": len(of_mixture["datasets"]),
+        "contents of data.train": list(of_mixture["datasets"]),
+        "rows that a pass draws of each dataset": list(of_mixture["quotas"]),
+        "data.mask": config.mask.model_dump(),
+        "data.on_bad_row": config.on_bad_row,
+        "data.oversized": config.oversized,
+        "context_length": context_length if config.oversized != "error" else None,
+        "data.packing": packing,
+    }
+
+
+def saved_steps(identity: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> bytes:
+    """What a checkpoint keeps: the states of all ranks after the same step."""
+    return json.dumps({"identity": identity, "ranks": states}).encode()
+
+
+def states_to_resume(saved: bytes, identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The states that saved_steps was given. ConfigError if they are of other data, or of an older version."""
+    kept = json.loads(saved)
+    if "ranks" not in kept:
+        raise ConfigError(
+            "the checkpoint's place in the data must be one of this version, got one of an older version, which drew "
+            "rows in another order; finish the run with that version, or start in a new run folder from its weights"
         )
-        num_trained = sum(batch.num_trained for rank in microbatches for batch in rank)
-        return StepBatch(step, microbatches, num_trained, denominator=num_trained)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands and of what; position counts the samples already drawn in this epoch."""
-        return {"epoch": self._epoch, "position": self._position, **data_identity(self._samples, self._seed)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where the state was taken. ConfigError if seed or data are not the ones it was taken with."""
-        check_same_data(state, data_identity(self._samples, self._seed))
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._epoch_order()
-
-    def _draw(self) -> int:
-        if self._position == len(self._samples):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epoch_order()
-        self._position += 1
-        return int(self._order[self._position - 1])
-
-    def _epoch_order(self) -> np.ndarray:
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._samples))
-
-
-def data_identity(samples: Sequence[Sample], seed: int) -> dict[str, Any]:
-    """What decides about the order and the contents of batches: the seed, and every sample's tokens and mask."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(len(sample.token_ids).to_bytes(8, "little"))
-        digest.update(np.asarray(sample.token_ids, dtype=np.int64).tobytes())
-        digest.update(np.asarray(sample.loss_mask, dtype=bool).tobytes())
-    return {"seed": seed, "num_samples": len(samples), "contents": digest.hexdigest()}
-
-
-def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """ConfigError if a saved state is of another seed or other data; a state without contents says nothing of them."""
     for name, own in identity.items():
-        if state.get(name, own) != own:
+        before = kept["identity"].get(name)
+        if before != own:
             raise ConfigError(
-                f"a run must resume with the {name} of its training data at the start, {state[name]}, got {own}; "
-                "restore data.train and run.seed, or start in a new run folder"
+                f"a run must resume with the {name} it started with, {shown(before)}, got {shown(own)}; "
+                "restore it, or start in a new run folder"
             )
+    return kept["ranks"]

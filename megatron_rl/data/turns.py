@@ -1,26 +1,24 @@
-"""Where the assistant's turns lie: character spans of a rendered conversation, then tokens.
+"""Where the assistant's turns lie in a rendered conversation, and where a turn's parts meet: characters, then tokens.
 
-A turn is trained from its first answer token to its end-of-turn token, both included. Spans are found in the text and
-mapped to tokens by the offsets of the one tokenisation of the whole text; no piece is ever tokenised by itself.
+A turn is trained from its first answer token, the one behind the generation prompt, to its end-of-turn token, both
+included. Borders are found in the text and mapped to tokens by the offsets of the one tokenisation of the whole text;
+no piece is ever tokenised by itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_rl.config import DataError
-
-Message = dict[str, Any]
-
-_CURE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
+from megatron_rl.data.marks import SPAN_CURE, Extent, MarkedMessages, Message, Piece, Render, common_prefix, unused_word
 
 
 @dataclass(frozen=True)
 class TurnSpan:
     """One assistant turn in the rendered text."""
 
+    message: int
     start: int
     """Character where the answer starts."""
     end_of_turn: int
@@ -41,49 +39,92 @@ class TokenizedText:
 
 
 def marked_turns(
-    text: str, blocks: Sequence[tuple[int, int]], stop_texts: Sequence[str], num_turns: int
+    text: str, blocks: Sequence[tuple[int, int]], stop_texts: Sequence[str], turn_messages: Sequence[int]
 ) -> list[TurnSpan]:
     """Turns from the character spans of a template's {% generation %} blocks, one block per assistant message.
 
     The end-of-turn token may stand at the end of a block, whitespace behind it left aside, or right after the block.
     """
-    if len(blocks) != num_turns:
+    if len(blocks) != len(turn_messages):
         raise DataError(
             f"a chat template must put one {{% generation %}} block around each assistant message, "
-            f"got {len(blocks)} blocks for {num_turns} messages; mend the template"
+            f"got {len(blocks)} blocks for {len(turn_messages)} messages; mend the template"
         )
     turns = []
-    for start, end in blocks:
+    for message, (start, end) in zip(turn_messages, blocks, strict=True):
         follows = text.startswith(tuple(stop_texts), end)
         end_of_turn = end if follows else last_stop(text, start, end, stop_texts)
         if end_of_turn is None:
             raise DataError(_no_end_of_turn(text[start:end], stop_texts))
-        turns.append(TurnSpan(start, end_of_turn))
+        turns.append(TurnSpan(message, start, end_of_turn))
     return turns
 
 
-def prefix_turns(
-    text: str, messages: Sequence[Message], render: Callable[..., str], stop_texts: Sequence[str]
-) -> list[TurnSpan]:
-    """Turns of a template without {% generation %} blocks.
+@dataclass(frozen=True)
+class HeaderTurns:
+    """Finds the turns of a template without {% generation %} blocks.
 
-    A turn lies between render(what precedes it, add_generation_prompt=True) and render(everything up to it), which are
-    both prefixes of the full text when the template renders a message without looking at later ones. If it does not,
-    DataError: the spans would be guesses.
+    A turn starts behind the last generation prompt in front of its first piece and ends at the first stop text behind
+    its last one: in between there is nothing but what the template itself writes. So it does not matter whether the
+    template looks at later messages, as those do that drop the reasoning of earlier turns.
     """
-    turns = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(messages[:index], add_generation_prompt=True)
-        _check_prefix(text, before, f"what precedes message {index} with the generation prompt")
-        up_to = render(messages[: index + 1], add_generation_prompt=False)
-        end_of_turn = last_stop(up_to, len(before), len(up_to), stop_texts)
-        if end_of_turn is None:
-            raise DataError(_no_end_of_turn(up_to[len(before) :], stop_texts))
-        _check_prefix(text, up_to[:end_of_turn], f"the conversation up to message {index}")
-        turns.append(TurnSpan(len(before), end_of_turn))
-    return turns
+
+    text: str
+    messages: Sequence[Message]
+    render: Render
+    header: str
+    """The generation prompt."""
+    stop_texts: Sequence[str]
+
+    def find(self, pieces: Mapping[Piece, Extent]) -> list[TurnSpan]:
+        """Turns in order. DataError for one that does not begin with the header or does not end in a stop text."""
+        by_message: dict[int, list[Extent]] = {}
+        for piece, extent in pieces.items():
+            by_message.setdefault(piece.message, []).append(extent)
+        turns: list[TurnSpan] = []
+        behind = 0
+        for index, message in enumerate(self.messages):
+            own = by_message.get(index)
+            if message["role"] == "assistant":
+                first, last = (min(p.start for p in own), max(p.end for p in own)) if own else self._place(index)
+                start = self._start(index, first, behind=behind, before=turns[-1:])
+                turns.append(TurnSpan(index, start, self._end_of_turn(start, last)))
+                behind = turns[-1].end_of_turn
+            elif own:
+                behind = max(p.end for p in own)
+        return turns
+
+    def _start(self, index: int, first: int, *, behind: int, before: Sequence[TurnSpan]) -> int:
+        """Behind the last header between two characters: the end of what is known, and the turn's first piece."""
+        found = self.text.rfind(self.header, behind, first)
+        if found >= 0:
+            return found + len(self.header)
+        for turn in before:
+            if (end := self.text.rfind(self.header, turn.start, first)) >= 0:
+                raise DataError(_no_end_of_turn(self.text[turn.start : end], self.stop_texts))
+        raise DataError(
+            f"the chat template cannot give exact assistant spans: messages[{index}] must begin with the generation "
+            f"prompt {self.header!r}, but it has {self.text[max(behind, first - 40) : first]!r} there; {SPAN_CURE}"
+        )
+
+    def _end_of_turn(self, start: int, last: int) -> int:
+        stops = [at for stop in self.stop_texts if (at := self.text.find(stop, last)) >= 0]
+        if not stops:
+            raise DataError(_no_end_of_turn(self.text[start:], self.stop_texts))
+        return min(stops)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Where content would stand in a turn of which nothing is rendered, twice."""
+        word = unused_word(self.text)
+        filled = MarkedMessages(self.messages, word=word, margin="", context=False, fill=[index])
+        only = [m if i == index else self.messages[i] for i, m in enumerate(filled.messages)]
+        rendered = self.render(only)
+        if word not in rendered:
+            raise DataError(
+                f"the chat template cannot give exact assistant spans: it leaves out messages[{index}]; {SPAN_CURE}"
+            )
+        at = common_prefix(self.text, rendered)
+        return at, at
 
 
 def last_stop(text: str, start: int, end: int, stop_texts: Sequence[str]) -> int | None:
@@ -91,25 +132,6 @@ def last_stop(text: str, start: int, end: int, stop_texts: Sequence[str]) -> int
     body_end = start + len(text[start:end].rstrip())
     at = [body_end - len(stop) for stop in stop_texts if text.endswith(stop, start, body_end)]
     return min(at, default=None)
-
-
-def turn_mask(tokens: TokenizedText, turns: Sequence[TurnSpan], stop_token_ids: Sequence[int]) -> np.ndarray:
-    """bool [T]: True from each turn's first answer token to its end-of-turn token. DataError if a token straddles.
-
-    Token 0 is never marked, as it has no predecessor.
-    """
-    mask = np.zeros(len(tokens.token_ids), dtype=bool)
-    for turn in turns:
-        first = token_at(tokens, turn.start)
-        last = token_at(tokens, turn.end_of_turn)
-        if tokens.token_ids[last] not in stop_token_ids:
-            raise DataError(
-                f"an assistant turn must end in one of the tokens {list(stop_token_ids)}, "
-                f"got token {tokens.token_ids[last]} at character {turn.end_of_turn} of the rendered text; {_CURE}"
-            )
-        mask[first : last + 1] = True
-    mask[:1] = False
-    return mask
 
 
 def token_at(tokens: TokenizedText, character: int) -> int:
@@ -125,14 +147,27 @@ def token_at(tokens: TokenizedText, character: int) -> int:
     return index
 
 
-def _check_prefix(text: str, prefix: str, name: str) -> None:
-    if text.startswith(prefix):
-        return
-    at = next((i for i, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), min(len(text), len(prefix)))
-    raise DataError(
-        f"the chat template cannot give exact assistant spans: rendered alone, {name} has {prefix[at : at + 24]!r} "
-        f"where the whole conversation has {text[at : at + 24]!r}; {_CURE}"
-    )
+def token_within(tokens: TokenizedText, first: int, last: int) -> int:
+    """Index of a token that starts at last or, failing that, before it but not before first; DataError without one.
+
+    For borders with whitespace between first and last, which a token may share with either side.
+    """
+    for character in range(last, first, -1):
+        index = int(np.searchsorted(tokens.starts, character))
+        if index < len(tokens.starts) and tokens.starts[index] == character and tokens.ends[index - 1] <= character:
+            return index
+    return token_at(tokens, first)
+
+
+def end_token(tokens: TokenizedText, turn: TurnSpan, stop_token_ids: Sequence[int]) -> int:
+    """Index of a turn's end-of-turn token."""
+    index = token_at(tokens, turn.end_of_turn)
+    if tokens.token_ids[index] not in stop_token_ids:
+        raise DataError(
+            f"an assistant turn must end in one of the tokens {list(stop_token_ids)}, "
+            f"got token {tokens.token_ids[index]} at character {turn.end_of_turn} of the rendered text; {SPAN_CURE}"
+        )
+    return index
 
 
 def _no_end_of_turn(turn: str, stop_texts: Sequence[str]) -> str:

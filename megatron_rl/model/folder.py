@@ -26,7 +26,7 @@ def check_model_folder(path: str | Path) -> dict[str, Any]:
     family_for(config).check(config)
     available: dict[str, tuple[int, ...]] = {}
     for file in sorted(set(weight_files(folder).values())):
-        available |= _read_header(file)
+        available |= _unquantised(file)
     check_tensors(config, available)
     return config
 
@@ -112,20 +112,26 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of a safetensors file's tensors; its length and their dtypes are checked."""
+def check_whole_file(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (safetensors' dtype, shape) of a file's tensors. ConfigError when its length is not what they take."""
     try:
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            for name, part in slices.items():
-                if part.get_dtype() not in _FLOATS:
-                    raise DataError(
-                        f"weight {name} in {file} must be one of {', '.join(_FLOATS)}, got {part.get_dtype()}; "
-                        "use the model's unquantised weights"
-                    )
-            return {name: tuple(part.get_shape()) for name, part in slices.items()}
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size
         raise ConfigError(
             f"{file} must be a whole safetensors file, got {size} bytes ({error}); download or convert it again"
         ) from error
+
+
+def _unquantised(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a safetensors file's tensors; its length and their dtypes are checked."""
+    tensors = check_whole_file(file)
+    for name, (dtype, _) in tensors.items():
+        if dtype not in _FLOATS:
+            raise DataError(
+                f"weight {name} in {file} must be one of {', '.join(_FLOATS)}, got {dtype}; "
+                "use the model's unquantised weights, or those that megatron-rl soup makes of FP8 ones"
+            )
+    return {name: shape for name, (_, shape) in tensors.items()}

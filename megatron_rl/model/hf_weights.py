@@ -1,7 +1,6 @@
 """The model's weights under their Hugging Face names, one tensor at a time, whatever the parallel layout."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,20 +10,12 @@ from megatron_rl.config import DataError
 from megatron_rl.distributed.groups import ParallelGroups, Place
 from megatron_rl.model.families.family import WeightPart
 from megatron_rl.model.folder import check_tensors, misshapen
+from megatron_rl.model.hf_tensor import HfTensorSpec
 from megatron_rl.model.policy import PolicyModel
 from megatron_rl.model.stages import stage_of
 
 Select = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class HfTensorSpec:
-    """Name, dtype (torch's name without the module) and shape of one HF tensor."""
-
-    name: str
-    dtype: str
-    shape: Shape
 
 
 def hf_layout(model: PolicyModel, groups: ParallelGroups) -> list[HfTensorSpec]:

@@ -59,6 +59,30 @@ SECTIONS = (
             ),
             Panel("Seconds per step", "Wall-clock time of one optimizer step.", ("perf/step_s",)),
             _THROUGHPUT,
+            Panel(
+                "Passes over each dataset",
+                "Rows drawn so far over the rows there are. Above 1 rows come again; far above, the model memorises.",
+                ("data/epochs/*",),
+            ),
+            Panel(
+                "Rows left out or cut",
+                "Rows so far that cannot be read or rendered (named in bad_rows.jsonl), that are longer than the "
+                "context, or of which no token is trained.",
+                ("data/bad_rows", "data/oversized_rows", "data/truncated_rows", "data/untrained_rows"),
+            ),
+            Panel(
+                "Cost spread",
+                "Cost of the dearest rank's microbatches over the mean rank's: how much longer a step takes than with "
+                "equal costs. 1 is ideal.",
+                ("data/cost_spread",),
+            ),
+            Panel("Padding", "Share of the microbatches' tokens that no conversation fills.", ("data/padding_share",)),
+            Panel(
+                "Wait for data",
+                "Seconds of the step in which the slowest rank's trainer waited for its microbatches. Above zero once "
+                "the first step is done, the trainer is faster than reading and rendering.",
+                ("perf/data_wait_s",),
+            ),
             _RANK_TIMES,
             _SLOWEST_RANK,
         ),

@@ -23,11 +23,20 @@ from megatron_rl.weight_sync.publisher import Publisher
 
 Weights = Mapping[str, Tensor]
 CONFIG = EngineConfig(dtype="float32", kv_cache_gib=0.25, max_model_len=1024)
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+    {{- '<' + message.role + '>' -}}
+    {%- if empty_reasoning and message.role == 'assistant' -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}
+    {{- message.content + ('' if loop.last and not add_generation_prompt else '\n') -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}
+"""
+"""With empty_reasoning it closes the reasoning of an unfinished message, as Qwen3's does."""
 
 
 def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
     """A random Qwen3-MoE with a byte tokenizer, sharp enough that wrong weights move log-probs by nats."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -50,7 +59,10 @@ def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>")])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -95,7 +107,7 @@ class Server:
 
     def __init__(self, folder: Path, *, tied: bool) -> None:
         self.log_path = folder / "server.log"
-        model = make_model(folder / "first", seed=1, tied=tied)
+        model = self.model_path = make_model(folder / "first", seed=1, tied=tied)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         argv, environment = engine_command(CONFIG, model, platform="cpu", port=self.port)

@@ -52,11 +52,55 @@ RUNS: dict[str, list[list[str]]] = {
     "megatron-rl convert RUN/checkpoints/step_000020 DIR --hf-source MODEL": [
         ["convert", "runs/tiny-sft/checkpoints/step_000250", "runs/back", "--hf-source", "runs/tiny/model"]
     ],
+    **{
+        f"megatron-rl {line}": [shlex.split(line)]
+        for line in (
+            "label runs/tiny/model runs/tiny/reasoning.jsonl --out runs/tiny/labelled --difficulty-column difficulty",
+            "inspect runs/tiny/model runs/tiny/labelled/reasoning.jsonl runs/tiny/train.jsonl --rows 2",
+            "inspect runs/tiny/model runs/tiny/train.jsonl --rows 20 --html runs/tiny/inspect.html",
+            "pack --dry-run runs/tiny/train.jsonl --model runs/tiny/model --capacity 1024 --ranks 8",
+            "pack --dry-run runs/tiny/train.jsonl --model runs/tiny/model --capacity 4096 --plot runs/pack.svg",
+            "sft examples/sft/tiny_labelled_cpu.yaml --dry-run",
+        )
+    },
+    **{
+        f"megatron-rl {line}": [[*shlex.split(line), "trainer.steps=4"]]
+        for line in (
+            "sft examples/sft/tiny_labelled_cpu.yaml",
+            "sft examples/sft/tiny_cpu.yaml model.path=runs/tiny-sft/hf run.dir=runs/tiny-a run.seed=1",
+            "sft examples/sft/tiny_cpu.yaml model.path=runs/tiny-sft/hf run.dir=runs/tiny-b run.seed=2",
+        )
+    },
+    **{
+        f"megatron-rl {line}": [shlex.split(line)]
+        for line in (
+            "soup runs/tiny-a/hf runs/tiny-b/hf runs/tiny-soup",
+            "soup runs/tiny-a/hf runs/tiny-b/hf runs/tiny-soup73 --weights .7,.3",
+            "mergemix build examples/sft/mergemix_tiny.yaml",
+        )
+    },
+    "megatron-rl soup SOURCE ... TARGET": [],
+    "megatron-rl eval examples/rl/tiny_cpu.yaml --out runs/tiny-mix/eval/a1-b3 model.path=runs/tiny-mix/a1-b3": [
+        [
+            "eval",
+            "examples/rl/tiny_cpu.yaml",
+            *("--out", "runs/tiny-mix/eval/a1-b3"),
+            "model.path=runs/tiny-mix/a1-b3",
+            "orchestrator.evaluation.prompts_per_split=2",
+        ]
+    ],
+    "megatron-rl mergemix rank examples/sft/mergemix_tiny.yaml": [
+        ["mergemix", "rank", "examples/sft/mergemix_tiny.yaml"]
+    ],
 }
 """Documented command -> what is run for it; an empty list where another entry runs the same."""
 COMMAND = re.compile(r"\b(?:megatron-rl|torchrun|make|sbatch|(?<!sbatch )examples/launch/\w+\.sh) [^#]*?(?=  |$)")
 ELSEWHERE = {
     "make quickstart": "test_quickstart.py",
+    "megatron-rl distill examples/sft/distill_prefill.yaml": "tests/engine/test_engine_distill.py",
+    "megatron-rl distill examples/sft/distill_backfill.yaml": "tests/engine/test_engine_distill.py",
+    "megatron-rl label MODEL DATA --grader GRADER.yaml --out DIR": "tests/unit/test_cli_label.py",
+    "megatron-rl effort-template MODEL --out effort.jinja": "tests/unit/test_cli_label.py",
     "megatron-rl engine CONFIG --index N [key=value ...]": "test_launch_scripts.py",
     "megatron-rl orchestrator CONFIG [key=value ...]": "test_launch_scripts.py",
     "examples/launch/sft_torchrun.sh CONFIG [key=value ...]": "test_launch_scripts.py",

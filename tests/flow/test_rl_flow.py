@@ -143,6 +143,7 @@ def test_a_run_survives_every_death_and_both_sides_agree(
     assert "<html" in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_that_computes_something_else_stops_the_run(sft_run: Path, tmp_path: Path, command: Callable) -> None:
     run_dir = tmp_path / "run"
     run = command("rl", str(rl_config(sft_run / "hf", tmp_path)), "engine.dtype=bfloat16")

@@ -44,6 +44,34 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(
     assert "<html" in (run_dir / "report.html").read_text()
 
 
+STREAM = ["data.packing={kind: stream, open_bins: 2, buffer: 5}", "data.microbatch_tokens=128", "run.processes=2"]
+TIMED = ("time", "perf/")
+
+
+@pytest.mark.slow
+def test_two_ranks_with_streams_of_their_own_are_killed_and_end_like_uninterrupted_ones(
+    sft_config: Callable[[Path], Path], tmp_path: Path, command: Callable
+) -> None:
+    """In the middle of a buffer, on several passes; every recorded number but times is the same."""
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+    straight = command("sft", str(sft_config(tmp_path / "straight")), *STREAM)
+    assert straight.wait(240) == 0, straight.text()
+    config, run_dir = str(sft_config(tmp_path / "killed")), tmp_path / "killed" / "run"
+    first = command("sft", config, *STREAM)
+    first.wait_for(lambda: any(r["step"] >= 14 for r in metrics_of(run_dir)), 120)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    second = command("sft", config, *STREAM)
+    assert second.wait(240) == 0 and "resuming" in second.text(), second.text()
+
+    expected, got = metrics_of(tmp_path / "straight" / "run"), metrics_of(run_dir)
+    assert len(got) == len(expected) == 36 and expected[-1]["data/epochs/rows"] > 2
+    for before, after in zip(expected, got, strict=True):
+        same = [{k: v for k, v in record.items() if not k.startswith(TIMED)} for record in (before, after)]
+        assert same[0] == same[1], f"step {before['step']}"
+
+
 LAYOUTS = {
     "DP2": [],
     "TP2-EP2": ["parallel.tensor=2", "parallel.expert=2"],

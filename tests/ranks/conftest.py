@@ -108,8 +108,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def measured(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What check_model.py measured: {"<layout>/<model>": {quantity: value}}, every layout in three spawns."""
-    work = tmp_path_factory.mktemp("measured")
-    for world_size in (1, 2, 4):
+    """What check_model.py measured on one and on two ranks: {"<layout>/<model>": {quantity: value}}."""
+    return _measured(model_folder, tmp_path_factory.mktemp("measured"), (1, 2))
+
+
+@pytest.fixture(scope="session")
+def measured_on_four(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same on four ranks."""
+    return _measured(model_folder, tmp_path_factory.mktemp("measured_on_four"), (4,))
+
+
+def _measured(model_folder: Path, work: Path, world_sizes: Sequence[int]) -> dict[str, Any]:
+    """Every layout of a world size in one spawn."""
+    for world_size in world_sizes:
         run_ranks("check_model.py", world_size, model_folder, work)
     return {key: value for file in sorted(work.glob("*.json")) for key, value in json.loads(file.read_text()).items()}

@@ -19,22 +19,26 @@ LAYOUTS = [
     "cp2",
     "pp2_full_recompute",
     "tp2_ep2_selective_recompute",
-    "tp2_ep2_dp2",
-    "ep2_etp2_dp4",
-    "tp2_pp2",
-    "tp2_cp2_ep2",
-    "pp2_ep2_dp2",
 ]
-
-
+ON_FOUR_RANKS = ["tp2_ep2_dp2", "ep2_etp2_dp4", "tp2_pp2", "tp2_cp2_ep2", "pp2_ep2_dp2"]
 TIED_LAYOUTS = ["single", "tp2", "pp2", "cp2", "tp2_pp2", "pp2_ep2_dp2"]
-CASES = [f"{layout}/{model}" for layout in LAYOUTS for model in ("plain", "glm")]
 
 
-@pytest.fixture(params=[*CASES, *(f"{layout}/tied" for layout in TIED_LAYOUTS)])
-def result(request: pytest.FixtureRequest, measured: dict[str, Any]) -> dict[str, Any]:
+def cases(layouts: list[str]) -> list[str]:
+    """layout/model for each model that a layout is measured with."""
+    return [
+        f"{layout}/{model}"
+        for model in ("plain", "glm", "tied")
+        for layout in layouts
+        if model != "tied" or layout in TIED_LAYOUTS
+    ]
+
+
+@pytest.fixture(params=[*cases(LAYOUTS), *(pytest.param(c, marks=pytest.mark.slow) for c in cases(ON_FOUR_RANKS))])
+def result(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Measurements of one layout and model."""
-    return measured[request.param]
+    on_four = request.param.split("/")[0] in ON_FOUR_RANKS
+    return request.getfixturevalue("measured_on_four" if on_four else "measured")[request.param]
 
 
 def test_logits_of_a_packed_batch_equal_transformers(result: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from megatron_rl.cli.user_errors import run_with_user_errors
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of make_tiny with few rows. Not to be written to."""
     folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder, seed=0, num_train=8, num_heldout=2)
+    make_tiny(folder, seed=0, num_train=8, num_heldout=4)
     return folder
 
 

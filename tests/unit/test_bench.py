@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,8 +67,75 @@ def test_measurements_replace_what_lies_between_the_marks_and_nothing_else(
     assert text.startswith("# Performance\n") and text.count("## ") == headings
 
 
+def test_cost_sorting_is_measured_on_the_same_microbatches_in_another_order(bench: Any) -> None:
+    balance = bench("balance")
+    sides = balance.make_sides(1)
+    for _ in range(2):
+        taken = {
+            name: [tuple(stream.next_step().microbatches[0].sample_ids) for _ in range(balance.BUFFER)]
+            for name, stream in sides.items()
+        }
+        assert taken["sorted"] != taken["unsorted"] and sorted(taken["sorted"]) == sorted(taken["unsorted"])
+    assert 1.2 < balance.predicted(2) < 1.6
+
+
+def test_ratios_of_data_are_those_of_single_rounds(bench: Any) -> None:
+    seconds = {"unsorted": [4.0, 6.0, 9.0], "sorted": [4.0, 3.0, 6.0]}
+    measured = {"seconds": seconds, "busy": {"unsorted": [4.0] * 3, "sorted": [2.0] * 3}, "tokens": 12.0}
+    assert bench("balance").balance_table(measured, 3).rows[0][1:5] == ["2", "3", "1.50x", "2.00x"]
+    rounds = {"a": [(80.0, 10.0), (90.0, 30.0), (60.0, 10.0)]}
+    assert bench("loader").loader_table(rounds).rows == [["a", "80", "10", "6.0x", "3.0x"]]
+
+
 def test_memory_that_does_not_fit_is_read_off_the_line_through_two_sizes_that_do(bench: Any) -> None:
     assert bench("head").extrapolated((256, 768), (1256, 1768), 8192) == 1000 + 8192
+
+
+def test_the_plain_packer_is_the_same_algorithm(bench: Any) -> None:
+    packing = bench("packing")
+    lengths = packing.documents(3000).tolist()
+    for k in (1, 3, 256):
+        assert packing.plain(lengths, packing.CAPACITY, k) == packing.next_k_fit(lengths, packing.CAPACITY, k)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_karmarkar_karp_deals_every_item_out_once_in_equal_counts(bench: Any, num_parts: int) -> None:
+    costs = np.random.default_rng(0).lognormal(0, 1, 40)
+    parts = bench("karmarkar_karp").partition(costs, num_parts)
+    assert parts.shape == (num_parts, 40 // num_parts)
+    assert sorted(parts.ravel().tolist()) == list(range(40))
+
+
+def test_karmarkar_karp_makes_sums_equal(bench: Any) -> None:
+    partition = bench("karmarkar_karp").partition
+    costs = np.array([8.0, 7, 6, 5, 4, 4, 3, 3])
+    assert costs[partition(costs, 2)].sum(axis=1).tolist() == [20, 20]
+    many = np.random.default_rng(1).uniform(0.2, 3, 256)
+    sums, dealt = many[partition(many, 8)].sum(axis=1), many.reshape(8, 32).sum(axis=1)
+    assert np.ptp(sums) < 0.05 * np.ptp(dealt)
+
+
+def test_a_balanced_step_holds_the_sequences_of_the_step(bench: Any) -> None:
+    packing = bench("packing")
+    costs = np.random.default_rng(2).lognormal(0, 1, (4, 3 * packing.STEP))
+    balanced = packing.balanced(costs)
+    for start in range(0, costs.shape[1], packing.STEP):
+        step = slice(start, start + packing.STEP)
+        assert sorted(balanced[:, step].ravel()) == sorted(costs[:, step].ravel())
+        assert (np.diff(balanced[:, step], axis=1) >= 0).all()
+    assert packing.share_with_steps(balanced) > packing.share_with_steps(costs)
+
+
+@pytest.mark.slow
+def test_a_stream_of_documents_is_packed_in_memory_that_does_not_grow_with_it(bench: Any) -> None:
+    few, many = (bench("packing").peak_bytes(count) for count in (500_000, 4_000_000))
+    assert many <= few + 2**20
+
+
+@pytest.mark.slow
+def test_a_million_documents_are_packed_20_times_faster_than_in_plain_python(bench: Any) -> None:
+    (row,) = bench("packing").speed_rows(1).rows
+    assert float(row[-1].rstrip("x")) >= 20
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.checkpoint.hf_files import HfFiles
 from megatron_rl.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from megatron_rl.config import DataError
-from megatron_rl.model.hf_weights import HfTensorSpec
+from megatron_rl.model.hf_tensor import HfTensorSpec
 
 TENSORS = {
     "b.bias": torch.randn(3),

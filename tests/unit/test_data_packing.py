@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import DataError
-from megatron_rl.data.packing import next_k_fit, pack_for_ranks, pack_samples
+from megatron_rl.data.packing import Oversized, fit_document, next_k_fit, pack_for_ranks, pack_samples
 from megatron_rl.records import PackedBatch, Sample
 
 CAPACITY = 40
-LENGTHS = st.lists(st.integers(0, CAPACITY), max_size=60)
 
 
 def sample(number: int, num_tokens: int, *, rl: bool = False) -> Sample:
@@ -43,61 +42,11 @@ def trained_pairs(batches: list[PackedBatch]) -> Counter[tuple[int, int]]:
     )
 
 
-def next_k_fit_by_the_letter(lengths: list[int], capacity: int, k: int) -> list[list[int]]:
-    """SPEC's sentence, word by word, on lists."""
-    closed: list[list[int]] = []
-    open_bins: list[list[int]] = []
-    for document, length in enumerate(lengths):
-        for members in open_bins:
-            if sum(lengths[m] for m in members) + length <= capacity:
-                members.append(document)
-                break
-        else:
-            if len(open_bins) == k:
-                closed.append(open_bins.pop(0))
-            open_bins.append([document])
-    return closed + open_bins
-
-
-@given(LENGTHS, st.integers(1, 8))
-def test_next_k_fit_is_what_its_sentence_says(lengths: list[int], k: int) -> None:
-    assert next_k_fit(lengths, CAPACITY, k) == next_k_fit_by_the_letter(lengths, CAPACITY, k)
-
-
-@given(LENGTHS, st.integers(1, 8))
-def test_next_k_fit_holds_every_document_once_and_no_bin_over_capacity(lengths: list[int], k: int) -> None:
-    bins = next_k_fit(lengths, CAPACITY, k)
-    assert sorted(document for members in bins for document in members) == list(range(len(lengths)))
-    assert all(0 <= sum(lengths[d] for d in members) <= CAPACITY for members in bins)
-
-
-@given(LENGTHS, st.integers(1, 8))
-def test_next_k_fit_never_has_more_than_k_bins_open(lengths: list[int], k: int) -> None:
-    bins = next_k_fit(lengths, CAPACITY, k)
-    for document in range(len(lengths)):
-        opened = [number for number, members in enumerate(bins) if members[0] <= document]
-        growing = [number for number in opened if bins[number][-1] >= document]
-        assert not growing or growing[0] > opened[-1] - k
-
-
-@given(LENGTHS, st.integers(1, 8), st.integers(0, 60))
-def test_next_k_fit_of_a_prefix_is_the_prefix_of_next_k_fit(lengths: list[int], k: int, cut: int) -> None:
-    whole = next_k_fit(lengths, CAPACITY, k)
-    kept = [[d for d in members if d < cut] for members in whole]
-    assert next_k_fit(lengths[:cut], CAPACITY, k) == [members for members in kept if members]
-
-
-def test_next_k_fit_pads_below_a_thousandth_of_a_log_normal_mix_at_256_bins() -> None:
-    lengths = np.random.default_rng(0).lognormal(8, 1.2, 40_000).astype(int).clip(1, 262_144)
-    padding = {k: 1 - lengths.sum() / (262_144 * len(next_k_fit(lengths.tolist(), 262_144, k))) for k in (1, 256)}
-    assert padding[256] < 0.001 < padding[1]
-
-
-def test_next_k_fit_refuses_what_no_bin_holds() -> None:
-    with pytest.raises(ValueError, match="document 1 must have 0 to 10 tokens, got 11"):
-        next_k_fit([3, 11], 10, 2)
-    with pytest.raises(ValueError, match="k must be at least 1"):
-        next_k_fit([3], 10, 0)
+@given(SIZES)
+def test_batches_are_the_bins_of_next_k_fit(sizes: list[int]) -> None:
+    batches = pack_samples(samples(sizes), capacity=CAPACITY)
+    bins = next_k_fit([size - 1 for size in sizes], CAPACITY, 256)
+    assert [batch.sample_ids for batch in batches] == [[f"s{number}" for number in members] for members in bins]
 
 
 @given(SIZES, st.sampled_from([1, 2, 4]), st.booleans())
@@ -180,6 +129,30 @@ def test_samples_that_fit_no_microbatch_are_named() -> None:
         pack_samples(samples([5, CAPACITY + 2]), capacity=CAPACITY)
     with pytest.raises(DataError, match="sample s0 must have at least 2 tokens, got 1"):
         pack_for_ranks(samples([1, 5]), capacity=CAPACITY, data_parallel_size=2)
+
+
+@pytest.mark.parametrize("oversized", ["error", "truncate", "drop"])
+def test_a_document_that_fits_is_left_as_it_is(oversized: Oversized) -> None:
+    whole = sample(0, CAPACITY + 1, rl=True)
+    assert fit_document(whole, capacity=CAPACITY, oversized=oversized) is whole
+    with pytest.raises(DataError, match="sample s1 must have at least 2 tokens, got 1"):
+        fit_document(sample(1, 1), capacity=CAPACITY, oversized=oversized)
+
+
+def test_an_oversized_document_is_refused_or_cut_or_dropped() -> None:
+    long = sample(3, CAPACITY + 9, rl=True)
+    with pytest.raises(DataError, match="sample s3 must fill at most the 40 positions of a microbatch, got 48"):
+        fit_document(long, capacity=CAPACITY, oversized="error")
+    assert fit_document(long, capacity=CAPACITY, oversized="drop") is None
+    cut = fit_document(long, capacity=CAPACITY, oversized="truncate")
+    assert cut is not None and (cut.sample_id, cut.info) == ("s3", {"number": 3})
+    for name in ("token_ids", "loss_mask", "advantages", "engine_logp", "weight_version"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(long, name)[: CAPACITY + 1])
+    assert cut.loss_weight is None and len(long.token_ids) == CAPACITY + 9
+    (batch,) = pack_samples([cut], capacity=CAPACITY)
+    assert batch.num_tokens == CAPACITY
+    at_the_end = Sample("s4", long.token_ids, np.arange(CAPACITY + 9) > CAPACITY)
+    assert fit_document(at_the_end, capacity=CAPACITY, oversized="truncate") is None
 
 
 def test_a_stream_is_given_for_all_samples_or_for_none() -> None:

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from megatron_rl.cli.docs import reference
-from megatron_rl.cli.runs import RlRun, SftRun
+from megatron_rl.cli.docs import ROOTS, reference
 from megatron_rl.config.reference import fields_without_description
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -14,4 +13,4 @@ def test_the_configuration_page_is_generated_from_the_models() -> None:
 
 
 def test_every_option_has_a_description() -> None:
-    assert fields_without_description(SftRun) == fields_without_description(RlRun) == []
+    assert [key for _, model in ROOTS for key in fields_without_description(model)] == []

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron_rl.cli.tiny import DISTRACTORS, TinyPaths, make_tiny
+from megatron_rl.data.conversation import Conversation
+from megatron_rl.data.mask import MaskConfig
 from megatron_rl.data.render import ChatRenderer
 from megatron_rl.rollout.environments.baker import Baker, BakerOptions
 from megatron_rl.rollout.environments.baker_trace import TraceNoise, baker_trace
@@ -44,6 +46,7 @@ def test_the_same_seed_writes_the_same_bytes(tiny: TinyPaths, tmp_path: Path) ->
         assert path.read_bytes() == (again.model / path.name).read_bytes(), path.name
     assert tiny.train.read_bytes() == again.train.read_bytes()
     assert tiny.heldout.read_bytes() == again.heldout.read_bytes()
+    assert tiny.reasoning.read_bytes() == again.reasoning.read_bytes()
 
 
 def test_rows_are_of_the_splits_they_name(tiny: TinyPaths) -> None:
@@ -116,6 +119,30 @@ def test_prompts_and_rows_are_short(tiny: TinyPaths, tokenizer: Any) -> None:
     assert max(sample["assistant_masks"].index(1) for sample in samples) <= 130
     assert max(len(sample["input_ids"]) for sample in samples) <= 190
     assert max(sum(sample["assistant_masks"]) for sample in samples) <= 64, "fits rollout.max_new_tokens"
+
+
+def test_reasoning_rows_book_right_in_none_to_three_workings_and_fit_with_any_effort(
+    tiny: TinyPaths, tokenizer: Any
+) -> None:
+    found, renderer = rows(tiny.reasoning), ChatRenderer(tokenizer)
+    env = Baker(BakerOptions(seed=1, distractors=DISTRACTORS))
+    assert len({row["id"] for row in found}) == len(found)
+    for row in found[:40]:
+        question, booking = row["messages"]
+        reasoning = booking.get("reasoning_content", "")
+        call = json.dumps(booking["tool_calls"][0]["function"])
+        prompt = env.prompt("train", int(row["id"].split("/")[-1]))
+        assert prompt.messages == [question]
+        assert env.episode(prompt).step(f"<tool_call>{call}</tool_call>").reward == 1
+        rendered = renderer.render(Conversation(row["id"], row["messages"], row["tools"], "medium"), MaskConfig())
+        trained = renderer.decode(rendered.token_ids[rendered.loss_mask].tolist())
+        assert trained.startswith(f"<think>{reasoning}</think><tool_call>" if reasoning else "<tool_call>")
+        assert "Reasoning effort: medium.\nbuche" in renderer.decode(rendered.token_ids[:60].tolist())
+        assert len(rendered.token_ids) <= 256
+    told = [row["messages"][1].get("reasoning_content", "").count("Noch einmal") for row in found]
+    unreasoned = sum("reasoning_content" not in row["messages"][1] for row in found)
+    assert {0, 1, 2} == set(told) and 0.04 < unreasoned / len(found) < 0.15
+    assert {row["difficulty"] for row in found} == {"easy", "medium"}
 
 
 def test_digits_are_single_tokens_and_tool_marks_survive_skipping_special_tokens(tokenizer: Any) -> None:

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from megatron_rl_kernels import linear_logprob
+from peak import status_bytes
 from tables import Rows, show, write_page
 from torch import Tensor
 
@@ -106,15 +106,9 @@ def peak_bytes(side: str, num_tokens: int, hidden: int, vocabulary: int) -> int:
 
 def print_own_peak(side: str, num_tokens: int, hidden: int, vocabulary: int) -> None:
     seconds(side, inputs(2, 8, 16, torch.float32), backward=True)  # libraries load at first use
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     seconds(side, inputs(num_tokens, hidden, vocabulary, torch.float32), backward=True)
-    print(_status("VmHWM") - before)
-
-
-def _status(field: str) -> int:
-    """Bytes of this process. VmHWM, unlike getrusage, starts anew with exec."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+    print(status_bytes("VmHWM") - before)
 
 
 def extrapolated(tokens: tuple[int, int], measured: tuple[int, int], wanted: int) -> float:

@@ -1,8 +1,8 @@
 """Times what this project claims to be fast at, as ratios measured in turn in one run: make bench.
 
-The trainer's step in every layout against a plain Hugging Face loop over the same documents, and the log-prob head
-against materialised logits, in time and memory. Absolute figures belong to the machine and the minute; --docs writes
-the tables into docs/performance.md.
+The trainer's step in every layout against a plain Hugging Face loop over the same documents; the log-prob head against
+materialised logits, in time and memory; the packer against plain Python, and cost-sorting against what it replaces.
+Absolute figures belong to the machine and the minute; --docs writes the tables into docs/performance.md.
 """
 
 import argparse
@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
+import balance
 import head
+import loader
+import packing
 import torch
 from tables import Rows, show, write_page
 
@@ -85,6 +88,9 @@ def main() -> None:
     if options.docs:
         write_page("trainer", tables)
     head.measure(options.rounds, docs=options.docs)
+    packing.measure(options.rounds, docs=options.docs)
+    balance.measure(min(options.rounds, 2), docs=options.docs)
+    loader.measure(options.rounds, docs=options.docs)
 
 
 if __name__ == "__main__":

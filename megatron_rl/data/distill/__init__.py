@@ -1,0 +1,1 @@
+"""SFT data from a teacher: prefill distillation, and reasoning for tool calls that have none."""
