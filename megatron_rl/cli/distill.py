@@ -1,7 +1,10 @@
 """megatron-rl distill CONFIG: data from a teacher, with progress, a table and a report."""
 
 import asyncio
+import signal
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,6 +20,7 @@ from megatron_rl.data.distill.tally import SHARES
 
 _LIVE = {"prefill": ("in language", "in_language_share"), "backfill": ("same call", "agreed_share")}
 """What the progress line shows of what was answered so far."""
+_CANCEL_EVERY_S = 0.2
 
 
 def load_distill(path: Path, overrides: list[str]) -> PrefillRun | BackfillRun:
@@ -37,14 +41,16 @@ def run_distill(config: PrefillRun | BackfillRun) -> None:
     with writing(paths.output.parent), JobProgress(config.kind) as progress:
         try:
             result = asyncio.run(
-                distill(
-                    config,
-                    lambda counts, total, live: progress.update(
-                        counts, total, {title: live[part] / live[whole]} if live[whole] else {}
-                    ),
+                _until_ctrl_c(
+                    distill(
+                        config,
+                        lambda counts, total, live: progress.update(
+                            counts, total, {title: live[part] / live[whole]} if live[whole] else {}
+                        ),
+                    )
                 )
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError):
             raise RunStop(f"stopped; answers are in {paths.journal}, the same command goes on from there") from None
     _print(config, result)
     if failed := result.counts.failed:
@@ -52,6 +58,26 @@ def run_distill(config: PrefillRun | BackfillRun) -> None:
             f"every request should be answered, but {failed} of {result.counts.seen} failed for good, at last: "
             f"{result.counts.error}; run the same command again for these, {paths.output} has the rest"
         )
+
+
+async def _until_ctrl_c(work: Coroutine[Any, Any, DistillResult]) -> DistillResult:
+    """The work's result; CancelledError on Ctrl-C.
+
+    The work is cancelled again and again until it ends: a library below that takes one for the end of its own request
+    does not make the command deaf.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+    def stop() -> None:
+        if not task.done():
+            task.cancel()
+            loop.call_later(_CANCEL_EVERY_S, stop)
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        return await task
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def _print(config: PrefillRun | BackfillRun, result: DistillResult) -> None:

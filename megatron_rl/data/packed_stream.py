@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_rl.config import ConfigError
 from megatron_rl.data.cost_buffer import CostSortedBuffer
 from megatron_rl.data.next_k_fit import NextKFit
 from megatron_rl.data.packing import pack_samples
@@ -81,16 +82,21 @@ class PackedStream:
         """Goes on where the ranks' states were taken.
 
         The same number of ranks goes on exactly. Any other number shares out what the ranks had read and not trained,
-        in the order of the draws, before it reads on: no row is lost or repeated, but microbatches differ.
+        in the order of the draws, before it reads on: no row is lost or repeated, but microbatches differ. ConfigError
+        if conversations have other lengths now than when they were packed.
         """
         rank, num_ranks = self._place.rank, self._place.num_ranks
         own = states[rank] if len(states) == num_ranks else _shared_out(states, rank, num_ranks)
         self._source.counts = Counts.from_state(own["counts"])
         self._draws.load_state_dict(own["draws"])
         packer, buffer = own["packer"], own["buffer"]
-        self._packer.load_state_dict({**packer, "items": self._documents(packer["items"])})
+        open_bins = self._documents(packer["items"])
+        self._packer.load_state_dict({**packer, "items": open_bins})
         held = {name: self._documents(buffer[name]) for name in ("filling", "sorted")}
         self._buffer.load_state_dict({**buffer, **held})
+        self._check_lengths(open_bins, packer["rooms"])
+        for closed in held.values():
+            self._check_lengths(closed, None)
 
     def _microbatch(self) -> PackedBatch:
         """Hands out the next microbatch and packs another one in its place."""
@@ -113,6 +119,17 @@ class PackedStream:
             if closed is not None:
                 self._buffer.push(closed, self._cost([_num_positions(sample) for _, sample in closed]))
                 return
+
+    def _check_lengths(self, bins: Sequence[list[Document]], rooms: Sequence[int] | None) -> None:
+        """ConfigError unless bins leave those rooms; None: they fit."""
+        for number, documents in enumerate(bins):
+            room = self._place.capacity - sum(_num_positions(sample) for _, sample in documents)
+            if room < 0 or (rooms is not None and room != rooms[number]):
+                raise ConfigError(
+                    "a run must resume with conversations as long as they were, but those packed with "
+                    f"{documents[0][1].sample_id} are not; restore the template, which may write the date, and "
+                    "eos_token_id in generation_config.json, or start in a new run folder"
+                )
 
     def _documents(self, bins: Sequence[Sequence[int]]) -> list[list[Document]]:
         return [[(draw, self._source.again(draw)) for draw in draws] for draws in bins]

@@ -110,6 +110,11 @@ class SampleStream(Protocol):
         ...
 
 
+_PASSES = 16
+"""A rank reads its share of each pass, in an order of the pass's own: with one good row, it misses that row in as many
+draws as a pass has with a chance of 1/e, and in 16 passes' draws with one of 1e-7."""
+
+
 class PassGuard:
     """Ends a run whose rows are all left out, instead of reading on for ever."""
 
@@ -119,11 +124,11 @@ class PassGuard:
         """Draws since the last one with a sample."""
 
     def sample(self, sample: Sample | None) -> Sample | None:
-        """What a draw gave, as it is. DataError when a whole pass gave nothing."""
+        """What a draw gave, as it is. DataError when the draws of _PASSES passes gave nothing."""
         self._left_out = self._left_out + 1 if sample is None else 0
-        if self._left_out >= self._pass_length:
+        if self._left_out >= _PASSES * self._pass_length:
             raise DataError(
-                f"data.train must have a row that can be trained, but a whole pass, {self._left_out} draws, was left "
-                "out; see bad_rows.jsonl in the run folder, data.oversized and data.mask"
+                f"data.train must have a row that can be trained, but {_PASSES} passes, {self._left_out} draws, were "
+                "left out; see bad_rows.jsonl in the run folder, data.oversized and data.mask"
             )
         return sample

@@ -154,8 +154,10 @@ def check_rows(rows: Rows, renderer: ChatRenderer | None, rules: SampleRules, li
     if not num_samples:
         why = ", ".join(f"{count} {fate}" for fate, count in fates.items())
         raise DataError(
-            f"data file {rows.path} must have rows that can be trained, got none in {num_checked}: {why}"
-            + (f"; the first: {first_bad}" if first_bad else "; see data.mask, data.oversized and context_length")
+            f"data file {rows.path} must have rows that can be trained, got none in "
+            f"{num_checked} of {len(rows)}: {why}"
+            + (f"; the first: {first_bad}" if first_bad else "; see data.mask, data.oversized, context_length")
+            + ("" if num_checked == len(rows) else ", and data.check_rows")
         )
     changed = tuple((fate, count) for fate, count in sorted(fates.items()) if fate != "kept")
     return CheckedRows(len(rows), num_checked, num_samples, num_tokens, longest, changed, first_bad)

@@ -69,6 +69,10 @@ def _schemas(tools: Sequence[dict[str, Any]]) -> dict[str, Validator]:
             raise DataError(
                 f"parameters of tools[{index}] must be a JSON schema, got one where {_line(error)}; mend it"
             ) from error
+        except Exception as error:  # such as a $schema that is no text
+            raise DataError(
+                f"parameters of tools[{index}] must be a JSON schema, got {type(error).__name__}: {error}; mend it"
+            ) from error
     return schemas
 
 
@@ -93,6 +97,11 @@ def _fault(call: Mapping[str, Any], schemas: Mapping[str, Validator]) -> str:
         raise DataError(
             f"the schema of tool {call['name']!r} must be complete, but it refers to something that it does not hold: "
             f"{error}; write that into the schema"
+        ) from error
+    except Exception as error:  # a schema that refers to itself, a number that no float holds, a $id that is no URI
+        raise DataError(
+            f"arguments of tool {call['name']!r} must be something that its schema can judge, got "
+            f"{type(error).__name__}: {error!s:.80}; mend the schema or the arguments"
         ) from error
     faults.sort(key=lambda fault: [str(part) for part in fault.path])
     return f"arguments: {_line(faults[0])}" if faults else ""

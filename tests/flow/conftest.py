@@ -37,6 +37,8 @@ def sft_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pat
             "data": {
                 "train": [str(rows)],
                 "heldout": [str(rows)],
+                # Half of the rows are wrong calls; without them the model is too good for RL to have anything to do.
+                "mask": {"wrong_tool_calls": "train"},
                 "samples_per_step": 16,
                 "microbatch_tokens": 256,
             },

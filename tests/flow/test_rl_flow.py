@@ -26,7 +26,7 @@ def rl_config(model: Path, folder: Path) -> Path:
         "trainer": {
             "steps": STEPS,
             "eval_every_steps": STEPS,
-            "optimizer": {"lr": 2e-4},
+            "optimizer": {"lr": 1e-4},
             "checkpoint": {"every_steps": 2},
         },
     }

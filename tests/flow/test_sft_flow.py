@@ -81,13 +81,8 @@ LAYOUTS = {
 }
 
 
-IN_MAKE_TEST = ("TP2-EP2",)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(LAYOUTS[name], id=name, marks=[] if name in IN_MAKE_TEST else pytest.mark.slow) for name in LAYOUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_two_ranks_under_torchrun_train_like_one(
     sft_run: Path, sft_config: Callable[[Path], Path], tmp_path: Path, layout: list[str]
 ) -> None:

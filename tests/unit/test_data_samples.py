@@ -108,6 +108,19 @@ def test_what_a_mixture_draws_is_counted_by_its_fate_and_bad_rows_are_named(
     assert sum(source.counts.rows) == 12, "what is rendered again is not counted again"
 
 
+def test_a_row_of_which_nothing_is_trained_is_left_out(tmp_path: Path, renderer: ChatRenderer) -> None:
+    wrong = {**row_of(FEW), "tools": [{"name": "known", "parameters": {"type": "object"}}]}
+    wrong["messages"][1]["tool_calls"] = [{"function": {"name": "unknown", "arguments": {}}}]
+    path = write(tmp_path / "rows.jsonl", wrong, row_of(SOME))
+    found = check_rows(open_rows(path), renderer, rules(), None)
+    assert found.changed == (("untrained", 1),) and found.num_tokens == SOME
+    source = MixtureSamples(Mixture([DatasetConfig(path=str(path))], seed=0), renderer, rules())
+    assert {source.read(draw) is None for draw in range(2)} == {True, False}
+    assert source.counts == Counts((2,), untrained=1) and source.take_bad_rows() == []
+    both = rules(mask=MaskConfig(wrong_tool_calls="train"))
+    assert len(list(read_samples(open_rows(path), renderer, both))) == 2
+
+
 @pytest.mark.parametrize("packing", [{"kind": "step"}, {"kind": "stream", "open_bins": 2, "buffer": 2}])
 def test_packed_and_unpacked_rows_train_the_same_tokens(
     tmp_path: Path, renderer: ChatRenderer, packing: dict[str, Any]
@@ -148,7 +161,7 @@ def test_a_file_is_checked_up_to_the_limit_and_must_have_something_to_train(
     assert (found.num_samples, found.num_tokens, found.changed) == (3, 0, (("bad", 1),))
     nothing = open_rows(write(tmp_path / "nothing.jsonl", "{", row_of(MANY)))
     with pytest.raises(
-        DataError, match=r"nothing.jsonl must have rows that can be trained, got none in 2: 1 bad, 1 over"
+        DataError, match=r"nothing.jsonl must have rows that can be trained, got none in 2 of 2: 1 bad, 1 over"
     ):
         check_rows(nothing, renderer, rules(on_bad_row="skip", oversized="drop"), None)
 

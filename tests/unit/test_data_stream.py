@@ -251,10 +251,38 @@ def test_rows_left_out_are_counted_and_a_pass_of_nothing_else_ends_the_run(kind:
         step = stream.next_step()
         num_bad += len(step.bad_rows)
         assert step.counts.bad == step.counts.rows[1] == num_bad and step.counts.rows[0] - num_bad in (0, 1)
-    with pytest.raises(
-        DataError, match=r"must have a row that can be trained, but a whole pass, 4 draws, was left out"
-    ):
+    with pytest.raises(DataError, match=r"must have a row that can be trained, but 16 passes, 64 draws, were left out"):
         make([0, 1, 2, 3]).next_step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_few_good_rows_among_many_do_not_end_a_run(num_ranks: int) -> None:
+    """In orders that differ from pass to pass a good row may lie further away than a whole pass."""
+
+    class Shuffled(Source):
+        def read(self, draw: int) -> Sample | None:
+            number, position = divmod(draw, self.pass_length)
+            row = int(np.random.default_rng(number).permutation(self.pass_length)[position])
+            return super().read(number * self.pass_length + row)
+
+    streams = [
+        PackedStream(Shuffled(5, [1, 2, 3, 4]), stream_config(1, 1), place(r, num_ranks), cost=attention_cost, seed=3)
+        for r in range(num_ranks)
+    ]
+    assert all(taken_by([stream], 30)[0] for stream in streams)
+
+
+def test_a_stream_refuses_conversations_that_have_become_longer() -> None:
+    class Longer(Source):
+        def __init__(self, num_rows: int) -> None:
+            super().__init__(num_rows)
+            self._sizes = np.minimum(self._sizes + 1, CAPACITY)
+
+    for num_steps in range(1, 6):
+        states = taken_by(packed_streams(9, stream_config(), 1), num_steps)[1]
+        stream = PackedStream(Longer(9), stream_config(), place(0, 1), cost=attention_cost, seed=3)
+        with pytest.raises(ConfigError, match="must resume with conversations as long as they were"):
+            stream.load(states)
 
 
 def test_a_stream_refuses_a_state_of_another_shape() -> None:

@@ -139,6 +139,32 @@ def test_a_schema_that_is_none_and_one_that_is_not_whole_are_data_errors(monkeyp
     assert wrong([user("q"), assistant("a")], [broken]) == {}
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "found"),
+    [
+        ({"$schema": 5}, 1, r"parameters of tools\[0\] must be a JSON schema, got AttributeError"),
+        ({"$schema": []}, 1, r"parameters of tools\[0\] must be a JSON schema, got TypeError"),
+        ({"$ref": "#"}, 1, "arguments of tool 'f' must be something that its schema can judge, got RecursionError"),
+        ({"$id": "http://[bad", "$ref": "x"}, 1, "can judge, got ValueError"),
+        ({"properties": {"x": {"multipleOf": 0.5}}}, 10**400, "can judge, got OverflowError"),
+    ],
+)
+def test_what_breaks_the_check_of_a_call_is_a_data_error(schema: dict[str, Any], value: int, found: str) -> None:
+    """So that on_bad_row says what becomes of the row, and the row is named."""
+    with pytest.raises(DataError, match=found):
+        wrong([user("q"), assistant("", None, [call("f", x=value)])], [{"name": "f", "parameters": schema}])
+
+
+def test_a_result_without_an_id_beside_one_with_an_id_belongs_to_no_call() -> None:
+    calls = [with_id(call("book", amount=1), "1"), call("look", place="a")]
+    messages = [
+        *(user("q"), assistant("", None, calls)),
+        *({**result("fine"), "tool_call_id": "1"}, result("error: no")),
+        assistant("", None, [call("look", place="a")]),
+    ]
+    assert wrong(messages) == {}
+
+
 MODES: dict[str, dict[str, str]] = {
     "mask_turn": {"reasoning": "", "answer": "", "wrong": "", "right": "", "end_of_turn": ""},
     "mask_call": {"reasoning": "t", "answer": "t", "wrong": "", "right": "t", "end_of_turn": "t"},
