@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TEMPLATES = Path(__file__).parent / "templates"
 KINDS = {"ⓧ": "context", "ⓡ": "reasoning", "ⓐ": "answer", "ⓒ": "tool_call", "ⓔ": "end_of_turn"}
@@ -83,16 +84,9 @@ def drawn(drawing: str, name: str) -> tuple[str, list[int], list[tuple[int, int,
         elif piece in special:
             ids.append(special.index(piece))
         else:
-            ids += [len(special) + alphabet.index(_byte_characters()[byte]) for byte in piece.encode()]
+            ids += [len(special) + alphabet.index(bytes_to_unicode()[byte]) for byte in piece.encode()]
     spans = [(start, end, kind) for (start, kind), (end, _) in pairwise([*starts, (len(ids), "")]) if start < end]
     return re.sub("[ⓧⓡⓐⓒⓔ]", "", drawing), ids, spans
-
-
-def _byte_characters() -> dict[int, str]:
-    """GPT-2's printable character of each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def user(content: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_rl.config import ConfigError, DataError
 from megatron_rl.data.render import ChatRenderer, load_tokenizer
@@ -89,7 +90,7 @@ def make_tokenizer(
 def drawn(text: str, template: str) -> tuple[str, list[int], list[bool]]:
     """(text without the drawing, token ids, mask), by nothing but the drawing, the special tokens and UTF-8."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    character_of_byte = {v: chr(b) if v != chr(b) else v for b, v in _byte_characters().items()}
+    character_of_byte = {v: chr(b) if v != chr(b) else v for b, v in bytes_to_unicode().items()}
     assert len(character_of_byte) == len(alphabet) == 256
     special = SPECIAL[template]
     ids: list[int] = []
@@ -102,17 +103,10 @@ def drawn(text: str, template: str) -> tuple[str, list[int], list[bool]]:
         if piece in special:
             new = [special.index(piece)]
         else:
-            new = [len(special) + alphabet.index(_byte_characters()[b]) for b in piece.encode()]
+            new = [len(special) + alphabet.index(bytes_to_unicode()[b]) for b in piece.encode()]
         ids += new
         mask += [inside] * len(new)
     return re.sub("[«»]", "", text), ids, mask
-
-
-def _byte_characters() -> dict[int, str]:
-    """GPT-2's printable character of each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def user(content: str) -> dict[str, Any]:
